@@ -1,0 +1,81 @@
+"""How a model is laid out over ranks: the size of each mesh axis and what goes with it."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from meshwright.spec.errors import UserError
+
+Axis = Literal["tp", "cp", "dp", "pp"]
+AXES: tuple[Axis, ...] = ("tp", "cp", "dp", "pp")
+Ranks = Annotated[int, Field(gt=0)]
+
+
+class Layout(BaseModel):
+    """A layout as asked for; `resolve` settles `dp: auto` once the number of ranks is known."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    dp: Ranks | Literal["auto"] = Field("auto", description="data ranks; auto: what the ranks leave, 2 if nobody says")
+    tp: Ranks = Field(1, description="tensor ranks")
+    cp: Ranks = Field(1, description="context (sequence) ranks")
+    pp: Ranks = Field(1, description="pipeline stages' ranks")
+    ep: Ranks = Field(1, description="expert ranks, a part of dp × cp")
+    zero: Annotated[int, Field(ge=0, le=3)] = Field(
+        0, description="ZeRO stage: 1 shards states, 2 gradients, 3 parameters"
+    )
+    sp: bool = Field(False, description="sequence parallelism beside tp")
+    recompute: Literal["none"] = Field("none", description="which activations are computed again in backward")
+    order: tuple[Axis, Axis, Axis, Axis] = Field(AXES, description="axes from neighbouring ranks to distant ones")
+
+    @model_validator(mode="after")
+    def _available(self) -> Self:
+        if len(set(self.order)) != len(AXES):
+            raise ValueError(f"order must name each of {', '.join(AXES)} once")
+        for name, neutral in (("tp", 1), ("cp", 1), ("pp", 1), ("ep", 1), ("zero", 0), ("sp", False)):
+            if getattr(self, name) != neutral:
+                raise ValueError(f"{name}={getattr(self, name)} is not available yet; use {name}={neutral}")
+        return self
+
+    @property
+    def data_ranks(self) -> int:
+        """`dp` as a number; the layout must be resolved."""
+        assert self.dp != "auto", "resolve the layout first"
+        return self.dp
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.size(a) for a in AXES)
+
+    def size(self, axis: Axis) -> int:
+        return self.data_ranks if axis == "dp" else int(getattr(self, axis))
+
+    def resolve(self, ranks: int | None) -> Layout:
+        """Settle `dp: auto` for `ranks` ranks, or for as many as the layout needs where `ranks` is None.
+
+        Raises UserError where the layout does not multiply to `ranks`.
+        """
+        others = self.tp * self.cp * self.pp
+        if self.dp == "auto":
+            if ranks is None:
+                return self.model_copy(update={"dp": 2})
+            if ranks % others:
+                raise UserError(
+                    f"layout: tp={self.tp} × cp={self.cp} × pp={self.pp} = {others} does not divide {ranks} ranks"
+                )
+            return self.model_copy(update={"dp": ranks // others})
+        if ranks is not None and self.world != ranks:
+            right = (
+                f"use dp={ranks // others} or dp=auto, or {self.world} ranks"
+                if ranks % others == 0
+                else f"use {self.world} ranks"
+            )
+            raise UserError(
+                f"layout: dp={self.dp} × tp={self.tp} × cp={self.cp} × pp={self.pp} = {self.world} "
+                f"is not the number of ranks, {ranks}; {right}"
+            )
+        return self

@@ -1,0 +1,138 @@
+"""Everything a run is: model, data, batch, layout, optimizer and the rest, each with a default."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from meshwright.spec.layout import Layout
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.presets import PRESETS
+
+Count = Annotated[int, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Data(Part):
+    """Where tokens come from."""
+
+    path: str = Field("stdlib", description="stdlib, a text file, a folder of text files, or a .npy token file")
+    seq_len: Count = Field(256, description="tokens in a sequence")
+    tokenizer: str = Field("bytes", description="bytes, or a path to a tokenizer.json")
+    held_out: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.05, description="part kept for validation: files, or the end of one file"
+    )
+
+
+class Batch(Part):
+    """How many sequences a step holds."""
+
+    sequences: Count = Field(32, description="sequences in the global batch")
+    micro: Count = Field(4, description="sequences a rank computes at once")
+
+
+class Optimizer(Part):
+    """AdamW."""
+
+    lr: Annotated[float, Field(gt=0)] = Field(1e-3, description="highest learning rate")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(0.1, description="decay of matrices; vectors never decay")
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
+        (0.9, 0.95), description="decay of the two moments"
+    )
+    eps: Annotated[float, Field(gt=0)] = Field(1e-8, description="added to the root of the second moment")
+    clip: Annotated[float, Field(gt=0)] | None = Field(
+        1.0, description="largest global gradient norm; null: no clipping"
+    )
+
+
+class LrSchedule(Part):
+    """Linear warm-up, then a decay to `floor` × lr at the last step."""
+
+    warmup: Annotated[int, Field(ge=0)] = Field(20, description="steps of linear warm-up")
+    decay: Literal["cosine", "constant"] = Field(
+        "cosine", description="cosine, or constant and a linear decay at the end"
+    )
+    decay_steps: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="constant: length of the final decay; 0 for none"
+    )
+    floor: Fraction = Field(0.1, description="last learning rate as a part of the highest")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.decay == "cosine" and self.decay_steps is not None:
+            raise ValueError("decay_steps belongs to decay: constant; the cosine spans all steps after warm-up")
+        if self.decay == "constant" and self.decay_steps is None:
+            raise ValueError("decay: constant needs decay_steps (0 for none)")
+        return self
+
+
+class Validation(Part):
+    """How often the held-out text is scored."""
+
+    every: Annotated[int, Field(ge=0)] = Field(
+        50, description="steps between validations, and after the last; 0: never"
+    )
+    sequences: Count = Field(64, description="held-out sequences scored, always the same ones")
+
+
+class Checkpoint(Part):
+    """When the run is saved, and whether it goes on from what is saved."""
+
+    every: Annotated[int, Field(ge=0)] = Field(
+        50, description="steps between checkpoints, and after the last; 0: never"
+    )
+    keep: Count = Field(2, description="newest checkpoints kept")
+    resume: Literal["auto", "never"] | Annotated[int, Field(ge=0)] = Field(
+        "auto", description="auto: from the newest whole one, if any; never; or a step"
+    )
+
+
+class RunSpec(Part):
+    """One run, whole. `meshwright train --show` prints it; the run's folder keeps it as run.yaml."""
+
+    model: ModelSpec = Field(PRESETS["llama-tiny"], description="preset, fields over a preset, or a config.json")
+    data: Data = Field(Data(), description="where tokens come from")
+    batch: Batch = Field(Batch(), description="sequences in a step")
+    layout: Layout = Field(Layout(), description="ranks on each axis, ZeRO stage, recompute")
+    precision: Literal["fp32", "float64"] = Field("fp32", description="dtype of parameters, gradients and states")
+    attention: Literal["sdpa", "explicit"] = Field("sdpa", description="torch's fused attention, or written out")
+    loss: Literal["full", "chunked"] = Field(
+        "full", description="all logits at once, or never more than a chunk of them"
+    )
+    optimizer: Optimizer = Field(Optimizer(), description="AdamW")
+    lr_schedule: LrSchedule = Field(LrSchedule(), description="learning rate by step")
+    steps: Count = Field(200, description="optimizer steps")
+    max_skips: Annotated[int, Field(ge=0)] = Field(
+        3, description="non-finite steps skipped in a row before the run stops"
+    )
+    validation: Validation = Field(Validation(), description="scores on held-out text")
+    checkpoint: Checkpoint = Field(Checkpoint(), description="saving and resuming")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto: the accelerator torch reports, else the CPU"
+    )
+    comm_timeout: Annotated[float, Field(gt=0)] = Field(600.0, description="seconds a collective may wait for a rank")
+    out: str = Field("runs/demo", description="folder of this run: checkpoints, metrics, run.yaml")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
+        1, description="weights, order of samples and dropout follow from it"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.model.family == "gpt2" and self.data.seq_len > self.model.max_seq:
+            raise ValueError(
+                f"data.seq_len={self.data.seq_len} is longer than the model's {self.model.max_seq} learned positions; "
+                f"use data.seq_len={self.model.max_seq} or less, or model.max_seq={self.data.seq_len}"
+            )
+        if self.model.attn_dropout and self.attention == "sdpa":
+            raise ValueError(
+                "attention=sdpa cannot drop attention weights the same way in every layout; "
+                "use attention=explicit, or model.attn_dropout=0"
+            )
+        if self.lr_schedule.warmup + (self.lr_schedule.decay_steps or 0) > self.steps:
+            raise ValueError(f"lr_schedule: warmup and decay_steps are longer than steps={self.steps}")
+        return self

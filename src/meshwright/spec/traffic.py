@@ -1,0 +1,56 @@
+"""One row of traffic: what `predict` foretells and what the ledger of a run records, in the same words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Operation = Literal[
+    "broadcast",
+    "scatter",
+    "gather",
+    "reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+    "send",
+    "recv",
+]
+Phase = Literal["forward", "recompute", "backward", "step"]
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficKey:
+    """What tells one row of the ledger from another."""
+
+    operation: Operation
+    axis: str  # "dp", or several joined by "+" for a group over more than one axis; "world" for all ranks
+    reason: str  # dotted: "zero.reduce", "step.metrics"
+    phase: Phase
+    micro: int | None  # micro-batch, or None for what happens once a step
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficRow:
+    """One row: `count` collectives of the key's kind, their payload, and what one rank puts on the wire for them."""
+
+    key: TrafficKey
+    count: int
+    payload: int  # bytes of the whole (unsharded) tensor, summed over the collectives
+    wire: float  # bytes one rank sends
+
+
+def wire_bytes(operation: Operation, ranks: int, payload: int) -> float:
+    """Bytes one rank sends for a collective of `payload` bytes (the whole tensor's) by the ring formulas.
+
+    The ring's all-reduce is a reduce-scatter and an all-gather, each sending (n-1)/n of the payload
+    (Patarasuk and Yuan 2009). Rooted operations count the average rank's share, (n-1)/n of the payload; a send
+    counts in full at the sender, a receive nothing.
+    """
+    if operation == "send":
+        return float(payload)
+    if operation == "recv":
+        return 0.0
+    part = payload * (ranks - 1) / ranks
+    return 2 * part if operation == "all_reduce" else part
