@@ -29,11 +29,11 @@ class Layout(BaseModel):
     )
     sp: bool = Field(False, description="sequence parallelism beside tp")
     recompute: Literal["none"] = Field("none", description="which activations are computed again in backward")
-    order: tuple[Axis, Axis, Axis, Axis] = Field(AXES, description="axes from neighbouring ranks to distant ones")
+    order: tuple[Axis, ...] = Field(AXES, description="axes from neighbouring ranks to distant ones")
 
     @model_validator(mode="after")
     def _available(self) -> Self:
-        if len(set(self.order)) != len(AXES):
+        if sorted(self.order) != sorted(AXES):
             raise ValueError(f"order must name each of {', '.join(AXES)} once")
         for name, neutral in (("tp", 1), ("cp", 1), ("pp", 1), ("ep", 1), ("zero", 0), ("sp", False)):
             if getattr(self, name) != neutral:

@@ -10,7 +10,8 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.presets import PRESETS
 
-Count = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(gt=0, lt=2**31)]
+Text = Annotated[str, Field(min_length=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -21,9 +22,9 @@ class Part(BaseModel):
 class Data(Part):
     """Where tokens come from."""
 
-    path: str = Field("stdlib", description="stdlib, a text file, a folder of text files, or a .npy token file")
+    path: Text = Field("stdlib", description="stdlib, a text file, a folder of text files, or a .npy token file")
     seq_len: Count = Field(256, description="tokens in a sequence")
-    tokenizer: str = Field("bytes", description="bytes, or a path to a tokenizer.json")
+    tokenizer: Text = Field("bytes", description="bytes, or a path to a tokenizer.json")
     held_out: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.05, description="part kept for validation: files, or the end of one file"
     )
@@ -116,7 +117,7 @@ class RunSpec(Part):
         "auto", description="auto: the accelerator torch reports, else the CPU"
     )
     comm_timeout: Annotated[float, Field(gt=0)] = Field(600.0, description="seconds a collective may wait for a rank")
-    out: str = Field("runs/demo", description="folder of this run: checkpoints, metrics, run.yaml")
+    out: Text = Field("runs/demo", description="folder of this run: checkpoints, metrics, run.yaml")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
         1, description="weights, order of samples and dropout follow from it"
     )
@@ -133,6 +134,11 @@ class RunSpec(Part):
                 "attention=sdpa cannot drop attention weights the same way in every layout; "
                 "use attention=explicit, or model.attn_dropout=0"
             )
-        if self.lr_schedule.warmup + (self.lr_schedule.decay_steps or 0) > self.steps:
-            raise ValueError(f"lr_schedule: warmup and decay_steps are longer than steps={self.steps}")
+        warmup, decay = self.lr_schedule.warmup, self.lr_schedule.decay_steps or 0
+        if warmup + decay > self.steps:
+            raise ValueError(
+                f"lr_schedule.warmup={warmup}{f' + decay_steps={decay}' * bool(decay)} is longer than "
+                f"steps={self.steps}; use steps={warmup + decay} or more, or shorten lr_schedule.warmup"
+                f"{' or lr_schedule.decay_steps' * bool(decay)}"
+            )
         return self

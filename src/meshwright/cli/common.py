@@ -1,0 +1,98 @@
+"""What the commands share: the run file and its overrides, and where tables go."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import click
+
+from meshwright.spec.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from meshwright.spec.run import RunSpec
+
+PIPED_WIDTH = 120
+
+
+def run_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The arguments and options by which every command takes a run."""
+    for decorate in (
+        click.option("--debug", is_flag=True, help="Show tracebacks."),
+        click.option("-v", "--verbose", is_flag=True, callback=_one_of_two, help="Show more."),
+        click.option("-q", "--quiet", is_flag=True, callback=_one_of_two, help="Show less."),
+        click.option("--ranks", type=click.IntRange(min=1), metavar="N", help="Number of ranks; else the layout's."),
+        click.argument("words", nargs=-1, metavar="[RUN.yaml] [key=value]..."),
+    ):
+        function = decorate(function)
+    return function
+
+
+def _one_of_two(context: click.Context, option: click.Parameter, on: bool) -> bool:
+    if on and (context.params.get("quiet") or context.params.get("verbose")):
+        raise click.UsageError("-q and -v exclude each other")
+    return on
+
+
+def split(words: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """The run file, if one is named, and the overrides. Folders may have "=" in their names, fields no "/"."""
+    files = [word for word in words if "=" not in word or "/" in word.partition("=")[0] or Path(word).is_file()]
+    overrides = [word for word in words if word not in files]
+    if len(files) > 1:
+        raise UserError(
+            f"command line: {' '.join(files)}: more than one run file; give one, and key=value for the rest"
+        )
+    if not files:
+        return None, overrides
+    path = Path(files[0])
+    if not path.exists():
+        raise UserError(_missing(path))
+    return path, overrides
+
+
+def _missing(path: Path) -> str:
+    """Says that there is no such run file, and what may have been meant."""
+    from meshwright.spec.load import describe
+
+    name = str(path)
+    if name in (row.name for row in describe()):
+        return f"command line: {name}: no value; write {name}=…"
+    folder = path.parent
+    there = [p.name for p in folder.iterdir() if p.suffix in (".yaml", ".yml")] if folder.is_dir() else []
+    near = difflib.get_close_matches(path.name, there, n=1)
+    hint = f"did you mean {folder / near[0]}?" if near else "name a YAML file, or none for the demo's defaults"
+    return f"command line: {name}: no such run file; {hint}"
+
+
+def load(words: Sequence[str], ranks: int | None) -> RunSpec:
+    """The run that the command line asks for, its layout resolved for `ranks`. Raises UserError."""
+    from meshwright.spec.load import load_run
+
+    path, overrides = split(words)
+    run = load_run(path, overrides)
+    return run.model_copy(update={"layout": run.layout.resolve(ranks)})
+
+
+def is_rank() -> bool:
+    """Whether a launcher, ours or torchrun, started this process as one of its ranks."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def console(stream: TextIO | None = None) -> Console:
+    """For tables on `stream`, by default stdout. Where it is no terminal, wide enough that no column is cut."""
+    from rich.console import Console
+
+    class Unguarded(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # where exit codes are made is `errors`
+
+    stream = stream or sys.stdout
+    return Unguarded(
+        file=stream, width=None if stream.isatty() else PIPED_WIDTH, highlight=False, markup=False, emoji=False
+    )

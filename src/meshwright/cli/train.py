@@ -1,0 +1,127 @@
+"""`meshwright train`: checks what can be checked, then starts the ranks; or is one of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from meshwright.cli.common import console, is_rank, load, run_options
+from meshwright.spec.errors import UserError
+
+if TYPE_CHECKING:
+    from meshwright.spec.run import RunSpec
+
+RANKS_PER_CORE = 32  # more than this many on one machine is a slip, not a plan
+
+
+@click.command("train")
+@run_options
+@click.option("--show", is_flag=True, help="Print the whole run, every default resolved, as YAML; start nothing.")
+@click.option("--fields", is_flag=True, help="List every field of a run file; start nothing.")
+def command(
+    words: tuple[str, ...], ranks: int | None, quiet: bool, verbose: bool, debug: bool, show: bool, fields: bool
+) -> int | None:
+    """Train a model on several ranks of this machine, or join torchrun's.
+
+    Without a run file and key=value fields, trains the demo: a small model on the source text of Python's standard
+    library, on two ranks. The same command goes on from the newest checkpoint of a run that was interrupted. -q shows
+    no progress, -v the whole prediction first.
+
+    \b
+    meshwright train                                        the demo
+    meshwright train run.yaml                               a run file
+    meshwright train run.yaml layout.dp=4 optimizer.lr=3e-4 fields replaced
+    meshwright train model=gpt2-tiny model.layers=6 data.path=book.txt out=runs/book
+    meshwright train run.yaml --show                        the resolved run, as YAML
+    torchrun --nproc-per-node 4 -m meshwright train run.yaml
+
+    \b
+    Exit codes:
+      0    trained to the last step
+      1    failed while running; the report names rank and step
+      2    wrong input; nothing was started
+      130  interrupted, 143 terminated: the step was finished and saved first
+    """
+    if fields:
+        from meshwright.cli.tables import fields as table
+
+        console().print(table())
+        return None
+    run = load(words, _ranks(ranks))
+    if show:
+        from meshwright.spec.load import dump_run
+
+        click.echo(dump_run(run), nl=False)
+        return None
+    if is_rank():
+        return _be_rank(run, quiet, verbose)
+    return _launch(run, quiet, verbose, debug)
+
+
+def _ranks(asked: int | None) -> int | None:
+    """The number of ranks: torchrun's if it started this process, else what was asked for."""
+    if not is_rank():
+        return asked
+    world = int(os.environ["WORLD_SIZE"])
+    if asked not in (None, world):
+        raise UserError(f"command line: --ranks {asked}: torchrun started {world}; leave --ranks out")
+    return world
+
+
+def _be_rank(run: RunSpec, quiet: bool, verbose: bool) -> int:
+    from meshwright.train.loop import run_rank
+    from meshwright.train.report import LAUNCHED
+
+    if os.environ["RANK"] == "0" and not os.environ.get(LAUNCHED):  # under torchrun nobody has said it yet
+        _tell(run, quiet, verbose)
+    return run_rank(run, quiet=quiet)
+
+
+def _launch(run: RunSpec, quiet: bool, verbose: bool, debug: bool) -> int:
+    ranks, cores = run.layout.world, len(os.sched_getaffinity(0))
+    if ranks > RANKS_PER_CORE * cores:
+        raise UserError(
+            f"layout: {ranks} ranks are too many for this machine's {cores} cores; use at most "
+            f"{RANKS_PER_CORE * cores}, or torchrun on more machines; `meshwright predict` needs none"
+        )
+    folder = Path(run.out)
+    check_writable(folder)
+    _tell(run, quiet, verbose)
+    from meshwright.train.text import prepare
+
+    prepare(run.data, run.model.vocab, folder / "data")
+    from meshwright.spec.load import dump_run
+    from meshwright.train.launch import launch
+
+    # The ranks get the resolved run: it may have come from a pipe, or be edited while they start.
+    with tempfile.TemporaryDirectory(prefix="meshwright-run-") as name:
+        file = Path(name) / "run.yaml"
+        file.write_text(dump_run(run), encoding="utf-8")
+        flags = [flag for flag, on in (("--quiet", quiet), ("--debug", debug)) if on]
+        return launch(["train", str(file), *flags], ranks=ranks, folder=folder, quiet=quiet, debug=debug)
+
+
+def check_writable(folder: Path) -> None:
+    """Raise UserError unless `folder` is one that can be written to, or can be made. Makes nothing."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+    if not there.is_dir():
+        raise UserError(f"out: {folder} cannot be a folder, {there} is a file; name another")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"out: {folder} cannot be written, {there} does not allow it; name a folder that can")
+
+
+def _tell(run: RunSpec, quiet: bool, verbose: bool) -> None:
+    """What will run and what it will cost, on stderr."""
+    if quiet:
+        return
+    from meshwright.cli.tables import prediction, summary
+    from meshwright.predict.report import predict
+
+    err = console(sys.stderr)
+    for part in prediction(run, predict(run)) if verbose else [summary(run, predict(run))]:
+        err.print(part)

@@ -1,0 +1,132 @@
+"""`meshwright verify`: the proof that a layout computes what one device computes, as a table and an exit code."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from meshwright.cli.common import console, is_rank, load, run_options
+from meshwright.cli.errors import ANSWER_NO, DONE
+from meshwright.spec.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from rich.console import RenderableType
+    from rich.table import Table
+
+    from meshwright.verify.compare import Comparison
+    from meshwright.verify.report import Check, Report
+
+SHOWN = 10
+
+
+@click.command("verify")
+@run_options
+@click.option("--steps", type=click.IntRange(min=1), default=3, show_default=True, metavar="K", help="Steps compared.")
+@click.option(
+    "--precision",
+    type=click.Choice(["float64", "fp32"]),
+    default="float64",
+    show_default=True,
+    help="What is computed in, whatever the run's own; float64 tells a mistake from rounding.",
+)
+@click.option("--as-is", is_flag=True, help="The run's own model and batch, not small ones of the same family.")
+@click.option("--json", "as_json", is_flag=True, help="Print all that was compared, for a program.")
+def command(
+    words: tuple[str, ...], ranks: int | None, quiet: bool, verbose: bool, debug: bool,
+    steps: int, precision: str, as_is: bool, as_json: bool,
+) -> int:  # fmt: skip
+    """Prove that a layout computes what one device computes, and costs what was predicted.
+
+    Starts the layout's ranks and one plain model, takes K steps of each, and compares loss, gradients, parameters and
+    Adam moments tensor by tensor, worst first; then what was moved and held with the prediction. With -v every tensor
+    is shown, with -q only the verdict.
+
+    \b
+    meshwright verify                             the demo's layout
+    meshwright verify run.yaml layout.dp=4        one field replaced
+    meshwright verify model=gpt2 --as-is --steps 1
+    meshwright verify run.yaml --json | jq .findings
+
+    \b
+    Exit codes:
+      0  equal, and as predicted
+      1  failed while running
+      2  wrong input
+      3  a difference was found; it is named
+    """
+    run = load(words, ranks)
+    if is_rank():
+        raise UserError("verify starts its own ranks; call it without torchrun")
+    if not quiet:
+        what = "the run's own model" if as_is else f"a small {run.model.family} model"
+        world = run.layout.world
+        click.echo(f"comparing {steps} steps of {what} on {world} ranks with one device, in {precision}", err=True)
+    from meshwright.verify.run import verify
+
+    report = verify(run, steps=steps, precision=precision, as_is=as_is)
+    if as_json:
+        click.echo(json.dumps(report.to_dict(), indent=2))
+    else:
+        out = console(sys.stdout)
+        for part in [] if quiet else tables(report, SHOWN if not verbose else None):
+            out.print(part)
+        out.print(verdict(report), soft_wrap=True)
+    return DONE if report.passed else ANSWER_NO
+
+
+def verdict(report: Report) -> str:
+    """What was found, in a few lines."""
+    compared = f"{len(report.tensors)} tensors over {report.steps} steps, worst difference {report.worst:.1e}"
+    if report.passed:
+        return f"equal: {compared} (at most {report.bound:.0e}); traffic and memory as predicted"
+    return "\n".join(
+        [f"different: {compared} (at most {report.bound:.0e})", *(f"  {line}" for line in report.findings)]
+    )
+
+
+def tables(report: Report, most: int | None) -> Iterable[RenderableType]:
+    """The comparison: the `most` worst tensors (None: all), then the figures."""
+    from meshwright.cli.tables import titled
+
+    shown = report.tensors[:most]
+    hidden = len(report.tensors) - len(shown)
+    yield titled(f"Tensors, worst first{f' ({hidden} better ones not shown; -v)' * bool(hidden)}", _tensors(shown))
+    for title, checks, exact in (
+        ("Scalars", report.scalars, False),
+        ("Traffic of a step", report.traffic, True),
+        ("Memory held", [*report.states, *report.activations], True),
+    ):
+        if checks:
+            yield titled(title, _checks(checks, exact))
+    yield ""
+
+
+def _tensors(comparisons: Sequence[Comparison]) -> Table:
+    from meshwright.cli.tables import table
+
+    rows = table("kind", "tensor", "", "difference", "ratio", "cosine", "step", "rank", figures=5)
+    for c in comparisons:
+        rows.add_row(
+            c.kind, c.name, _mark(c.passed, c.since), f"{c.difference:.1e}", f"{c.ratio:.12g}", f"{c.cosine:.12g}",
+            f"{c.step}", f"{c.rank}", style=None if c.passed else "red",
+        )  # fmt: skip
+    return rows
+
+
+def _checks(checks: Sequence[Check], exact: bool) -> Table:
+    from meshwright.cli.tables import table
+
+    rows = table("what", "", "expected", "found", "rank", figures=3)
+    for c in checks:
+        figures = [f"{value:,.0f}" if exact else f"{value:.12g}" for value in (c.expected, c.found)]
+        rows.add_row(c.what, _mark(c.passed), *figures, f"{c.rank}", style=None if c.passed else "red")
+    return rows
+
+
+def _mark(passed: bool, since: int | None = None) -> str:
+    return "" if passed else "DIFFERS" if since is None else f"DIFFERS from step {since}"

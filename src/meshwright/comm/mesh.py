@@ -1,0 +1,135 @@
+"""The mesh: where this rank stands on each axis, and the groups it communicates in.
+
+Ranks are numbered so that the first axis of the layout's order varies fastest: with the order tp, cp, dp, pp the
+ranks of a tensor group are neighbours. That decides which traffic stays inside a node.
+
+The map is torch's `DeviceMesh` (`Mesh.device_mesh`), built from process groups made here and not by
+`init_device_mesh`, which gives its groups torch's own timeout of half an hour and knows no groups over several axes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from datetime import timedelta
+from operator import mul
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright.comm.blackbox import BlackBox
+from meshwright.comm.check import Checks
+from meshwright.comm.collectives import Group
+from meshwright.comm.ledger import Ledger
+from meshwright.spec.layout import AXES, Axis, Layout
+
+
+class Mesh:
+    """All ranks of a run on their axes, seen from this one.
+
+    rank, world: this rank's number and how many there are. sizes, coords: by axis, sizes[axis] ranks and this rank's
+    place 0 … sizes[axis] - 1. device: where this rank computes. ledger, blackbox: shared by all groups.
+    """
+
+    def __init__(
+        self, sizes: dict[Axis, int], order: Iterable[Axis], rank: int, device: torch.device, timeout: float
+    ) -> None:
+        self._locate(sizes, order, rank)
+        self.device = device
+        self.ledger = Ledger()
+        self.blackbox = BlackBox.from_environment(rank)
+        self._timeout = timeout
+        self._groups: dict[tuple[Axis, ...], Group] = {}
+        self._process_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._checks = Checks(rank, timeout) if self.world > 1 and Checks.wanted() else None
+        self.world_group = self._group("world", range(self.world))
+
+    def _locate(self, sizes: dict[Axis, int], order: Iterable[Axis], rank: int) -> None:
+        self.rank = rank
+        self.world = math.prod(sizes.values())
+        self.sizes = {axis: sizes[axis] for axis in order}  # innermost axis first
+        self._strides = dict(zip(self.sizes, itertools.accumulate(self.sizes.values(), mul, initial=1), strict=False))
+        self.coords = {axis: rank // self._strides[axis] % size for axis, size in self.sizes.items()}
+
+    @classmethod
+    def create(cls, layout: Layout, *, device: torch.device, timeout: float) -> Mesh:
+        """The mesh of a resolved layout over the default process group, which has as many ranks as the layout.
+
+        All ranks must call it. `timeout`: seconds a collective may wait for a rank.
+        """
+        assert dist.is_initialized(), "start the process group first: comm.runtime.init"
+        sizes = {axis: layout.size(axis) for axis in AXES}
+        assert math.prod(sizes.values()) == dist.get_world_size(), f"{sizes} are not {dist.get_world_size()} ranks"
+        mesh = cls(sizes, layout.order, dist.get_rank(), device, timeout)
+        for axis in AXES:  # made now, where all ranks are together, and not in the middle of the first step
+            mesh.group(axis)
+        return mesh
+
+    @classmethod
+    def single(cls, device: torch.device) -> Mesh:
+        """The mesh of a process that is alone; needs no process group, and its collectives do nothing."""
+        return cls({axis: 1 for axis in AXES}, AXES, 0, device, 0.0)
+
+    def __repr__(self) -> str:
+        return f"Mesh(rank {self.rank} of {self.world}, {self.coords} in {self.sizes}, {self.device})"
+
+    def group(self, *axes: Axis) -> Group:
+        """The ranks that differ from this one on the given axes only, in ascending order.
+
+        Several axes make one combined group, named in the order given without axes of size 1 ("dp+cp", or "dp"
+        where cp=1). A group is made on first use and kept; all its ranks must ask for it at the same point.
+        """
+        known = self._groups.get(axes)
+        if known is None:
+            assert axes and len(set(axes)) == len(axes), axes
+            name = "+".join([a for a in axes if self.sizes[a] > 1] or axes[:1])
+            known = self._groups[axes] = self._group(name, self.ranks_along(*axes))
+        return known
+
+    def ranks_along(self, *axes: Axis) -> list[int]:
+        """Numbers of the ranks that differ from this one on the given axes only, ascending."""
+        strides = self._strides
+        base = self.rank - sum(self.coords[a] * strides[a] for a in axes)
+        places = itertools.product(*(range(self.sizes[a]) for a in axes))
+        return sorted(base + sum(p * strides[a] for p, a in zip(place, axes, strict=True)) for place in places)
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """This mesh as torch's, axes from the outermost to the innermost, for torch's own tools.
+
+        Its groups of several ranks are this mesh's. All ranks must ask for it at the same point.
+        """
+        axes = tuple(reversed(self.sizes))
+        shape = [self.sizes[a] for a in axes]
+        return DeviceMesh.from_group(
+            [self._process_group(self.ranks_along(a)) for a in axes],
+            self.device.type,
+            torch.arange(self.world, dtype=torch.int).view(shape),
+            mesh_dim_names=cast("tuple[str, ...]", axes),
+        )
+
+    def _group(self, name: str, ranks: Iterable[int]) -> Group:
+        ranks = tuple(ranks)
+        if len(ranks) == 1:
+            return Group(name, ranks, 0, None, self.ledger, self.blackbox)
+        process_group = self._process_group(ranks)
+        checker = self._checks.of(ranks) if self._checks is not None else None
+        return Group(name, ranks, ranks.index(self.rank), process_group, self.ledger, self.blackbox, checker)
+
+    def _process_group(self, ranks: Iterable[int]) -> dist.ProcessGroup:
+        ranks = tuple(ranks)
+        known = self._process_groups.get(ranks)
+        if known is None:
+            if len(ranks) == self.world:
+                known = dist.group.WORLD
+            else:
+                # Only the group's own ranks take part, so ranks with other groups need not come.
+                known = dist.new_group(
+                    list(ranks), timeout=timedelta(seconds=self._timeout), use_local_synchronization=True
+                )
+            assert known is not None
+            self._process_groups[ranks] = known
+        return known

@@ -1,0 +1,97 @@
+"""What both families share: a language model is an embedding, a chain of blocks and a head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.model.attention import Explicit, Sdpa
+from meshwright.model.dropout import Dropout, DropoutKey
+from meshwright.model.layers import Linear
+from meshwright.model.loss import chunked_cross_entropy, cross_entropy
+from meshwright.spec.model import ModelSpec
+
+
+class LanguageModel(nn.Module):
+    """A plain model for one device. `build` makes one.
+
+    A family gives `blocks`, `embed`, `context` (what every block gets beside the hidden states), `norm_head`
+    (the final norm) and `lm_head`.
+    """
+
+    lm_head: Linear
+
+    def __init__(self, spec: ModelSpec, loss: str) -> None:
+        super().__init__()
+        self.spec, self.loss = spec, loss
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The repeated blocks, in order."""
+        raise NotImplementedError
+
+    def embed(self, tokens: Tensor, positions: Tensor | None, dropout: DropoutKey | None) -> Tensor:
+        """tokens i64[B, T] -> hidden states [B, T, D]."""
+        raise NotImplementedError
+
+    def context(self, tokens: Tensor, positions: Tensor | None, dropout: DropoutKey | None) -> tuple[Any, ...]:
+        """Arguments of every block after the hidden states."""
+        raise NotImplementedError
+
+    def final_norm(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def embedding_weight(self) -> nn.Parameter:
+        raise NotImplementedError
+
+    def rebuild_buffers(self, device: torch.device | str) -> None:
+        """Compute what is neither parameter nor state anew on `device` (after the meta device, say)."""
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        positions: Tensor | None = None,
+        dropout: DropoutKey | None = None,
+    ) -> Tensor:
+        """Logits [B, T, V]; with targets the sum of token losses, 0-dim, in promote_types(dtype, float32).
+
+        tokens, targets i64[B, T]; a target of loss.IGNORE does not count. positions i64[T] or [B, T], 0..T−1 by
+        default, feed the position embedding only: causality follows the order of tokens. dropout is needed in
+        training where the spec has dropout (ValueError without).
+        """
+        context = self.context(tokens, positions, dropout)
+        x = self.embed(tokens, positions, dropout)
+        for block in self.blocks:
+            x = block(x, *context)
+        return self.head(x, targets)
+
+    def head(self, x: Tensor, targets: Tensor | None) -> Tensor:
+        """Hidden states [B, T, D] to logits, or with targets to the sum of token losses."""
+        x = self.final_norm(x)
+        if targets is not None and self.loss == "chunked":
+            return chunked_cross_entropy(x, self.lm_head.weight, targets)
+        logits: Tensor = self.lm_head(x)
+        return logits if targets is None else cross_entropy(logits, targets)
+
+    def tie(self) -> None:
+        """Make the head's weight the embedding's own parameter where the spec says so."""
+        if self.spec.is_tied:
+            self.lm_head.weight = self.embedding_weight()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # Leaving the meta device makes new parameters, one for each place a tied one has.
+        super()._apply(fn, recurse)
+        self.tie()
+        return self
+
+
+def attention(kind: str, spec: ModelSpec, place: int) -> Sdpa | Explicit:
+    """The attention core of one block; `place` is that of its dropout."""
+    if kind == "sdpa":
+        return Sdpa(spec.causal, spec.window)
+    return Explicit(spec.causal, spec.window, Dropout(spec.attn_dropout, place))

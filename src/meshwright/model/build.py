@@ -1,0 +1,35 @@
+"""From a ModelSpec to a plain model."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from meshwright.model.base import LanguageModel
+from meshwright.model.gpt2 import GPT2
+from meshwright.model.llama import Llama
+from meshwright.spec.errors import UserError
+from meshwright.spec.model import ModelSpec
+
+
+def build(
+    spec: ModelSpec,
+    *,
+    attention: Literal["sdpa", "explicit"] = "sdpa",
+    loss: Literal["full", "chunked"] = "full",
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> LanguageModel:
+    """The model with uninitialised parameters; `meta` holds none at all. See LanguageModel for what it computes.
+
+    Raises UserError for dropout of attention weights with `sdpa`, whose masks would depend on the layout.
+    """
+    assert attention in ("sdpa", "explicit") and loss in ("full", "chunked")
+    if spec.attn_dropout and attention == "sdpa":
+        raise UserError(
+            "attention: sdpa cannot drop attention weights the same way in every layout; "
+            "use attention=explicit, or model.attn_dropout=0"
+        )
+    family = {"gpt2": GPT2, "llama": Llama}[spec.family]
+    return family(spec, attention, loss, dtype=dtype, device=torch.device(device))

@@ -1,0 +1,77 @@
+"""Dropout whose mask is a function of (seed, step, place in the model, element of the global batch) alone.
+
+The same elements are dropped whatever micro-batches and ranks the batch was dealt to. A mask has one byte an
+element, and is all that backward keeps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.model.init import GOLDEN, mix64_, signed
+
+
+@dataclass(frozen=True, slots=True)
+class DropoutKey:
+    """What masks depend on besides their place: the run's seed, the step, and each sequence's place in the batch."""
+
+    seed: int
+    step: int
+    rows: Tensor  # i64[B]
+
+
+class Dropout(nn.Module):
+    """Zeroes each element with probability p and divides the others by 1 − p (Srivastava et al. 2014).
+
+    `place` tells this dropout from the others of the model. Does nothing in eval mode.
+    """
+
+    def __init__(self, p: float, place: int) -> None:
+        super().__init__()
+        self.p, self.place = p, place
+
+    def forward(self, x: Tensor, key: DropoutKey | None) -> Tensor:
+        """x [B, ...]. Raises ValueError without a key where one is needed."""
+        if not self.training or self.p == 0:
+            return x
+        if key is None:
+            raise ValueError("dropout: training with dropout needs dropout=DropoutKey(seed, step, rows)")
+        return x.masked_fill(dropped(key, self.place, x.shape, self.p), 0.0) * (1 / (1 - self.p))
+
+
+def dropped(key: DropoutKey, place: int, shape: torch.Size, p: float) -> Tensor:
+    """Which elements of a tensor [B, ..., n] to drop: bool of its shape, true with probability p to 2⁻³².
+
+    Each run of n elements along the last dimension has a 64-bit key, from its sequence's place in the global batch
+    and its index in the sequence; its two halves key a 32-bit hash of the element's index, because 32-bit
+    multiplications are the widest that CPUs vectorise well.
+    """
+    rows, (*middle, n) = key.rows, shape[1:]
+    assert rows.shape == shape[:1] and n < 2**31
+    runs = torch.Size(middle).numel()
+    run_keys = rows[:, None] * runs + torch.arange(runs, device=rows.device)
+    mix64_(run_keys.mul_(signed(GOLDEN)).add_(_key(key.seed, key.step, place)))
+    low, high = run_keys.to(torch.int32), (run_keys >> 32).to(torch.int32)
+    columns = torch.arange(n, device=rows.device, dtype=torch.int32).mul_(_signed32(0x9E3779B1))
+    h = low[..., None] ^ columns
+    _xorshift_(h, 16).mul_(_signed32(0x7FEB352D)).bitwise_xor_(high[..., None])
+    _xorshift_(h, 15).mul_(_signed32(0x846CA68B))
+    return (h < round(p * 2**32) - 2**31).view(shape)
+
+
+def _key(seed: int, step: int, place: int) -> int:
+    digest = hashlib.blake2b(f"dropout:{seed}:{step}:{place}".encode(), digest_size=8).digest()
+    return signed(int.from_bytes(digest, "little"))
+
+
+def _signed32(word: int) -> int:
+    return word - 2**32 if word >= 2**31 else word
+
+
+def _xorshift_(z: Tensor, bits: int) -> Tensor:
+    # torch shifts arithmetically: mask off the copies of the sign bit.
+    return z.bitwise_xor_((z >> bits).bitwise_and_((1 << (32 - bits)) - 1))

@@ -1,0 +1,80 @@
+"""Floating-point operations of a model: a multiply-add is two. Matrix products only, as usual; the rest is noise.
+
+Two figures for two uses. `counted` is what the plain model executes, and equals torch's FlopCounterMode: attention
+over the full square whatever is masked, and what fused kernels compute twice. `model_flops` is the numerator of
+model FLOPs utilisation (Chowdhery et al. 2022, appendix B): what the mathematics needs, so causal attention
+counts half, a window counts what it lets see, and nothing that is computed again counts. Neither counts the
+embedding, which is a lookup; both count the head, tied or not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from meshwright.spec.model import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Flops:
+    """FLOPs of one forward and one backward pass."""
+
+    forward: int
+    backward: int
+
+    @property
+    def total(self) -> int:
+        return self.forward + self.backward
+
+
+def linear_weights(spec: ModelSpec) -> int:
+    """Elements of all weights that a token is multiplied with, the head's among them."""
+    d, f = spec.hidden, spec.ffn_width
+    q, kv = spec.heads * spec.head_width, spec.num_kv_heads * spec.head_width
+    attention = d * (q + 2 * kv) + q * d
+    mlp = (2 if spec.family == "gpt2" else 3) * d * f  # SwiGLU has a gate beside up and down
+    return spec.layers * (attention + mlp) + spec.vocab * d
+
+
+def counted(
+    spec: ModelSpec,
+    *,
+    batch: int,
+    seq: int,
+    attention: Literal["sdpa", "explicit"] = "sdpa",
+    loss: Literal["full", "chunked"] = "full",
+) -> Flops:
+    """FLOPs that the plain model executes on `batch` sequences of `seq` tokens, loss included.
+
+    The fused attention's backward computes the scores again, so it has five products for the forward's two; the
+    written-out one keeps them and has four. A chunked loss computes the head's gradients while it has the logits, in
+    forward. torch's counter does not know the CPU's fused kernel, nor `addmm_`; told of them, it agrees.
+    """
+    tokens = batch * seq
+    linear = 2 * tokens * linear_weights(spec)
+    product = 2 * batch * spec.layers * spec.heads * spec.head_width * seq * seq
+    early = 4 * tokens * spec.vocab * spec.hidden if loss == "chunked" else 0
+    backward = 2 * linear + (5 if attention == "sdpa" else 4) * product
+    return Flops(linear + 2 * product + early, backward - early)
+
+
+def visible_pairs(spec: ModelSpec, seq: int) -> float:
+    """Query-key pairs of a sequence that count: T², half of it if causal, what the window leaves of that.
+
+    A window of w leaves T·w - w²/2 (w at most T): the continuous count, which is T²/2 at w = T.
+    """
+    if not spec.causal:
+        return float(seq * seq)
+    width = min(spec.window or seq, seq)
+    return seq * width - width * width / 2
+
+
+def model_flops(spec: ModelSpec, *, seq: int) -> float:
+    """FLOPs a token of a sequence of `seq` tokens, forward and backward (twice forward), for utilisation."""
+    attention = 4 * spec.layers * spec.heads * spec.head_width * visible_pairs(spec, seq) / seq
+    return 3 * (2 * linear_weights(spec) + attention)
+
+
+def utilisation(spec: ModelSpec, seq: int, tokens_per_second_per_device: float, peak: float) -> float:
+    """Model FLOPs utilisation: a device's `model_flops` a second over its `peak` FLOPs a second."""
+    return model_flops(spec, seq=seq) * tokens_per_second_per_device / peak

@@ -1,0 +1,114 @@
+"""Bytes one rank holds, by category.
+
+States (parameters, gradients, Adam moments, step counters) are exact: the sizes of the tensors a run holds. With
+saved activations, and what the loss needs beside them, they make the peak, which is when backward begins: all
+activations are there, and the loss has its copies of the logits. Left out are short-lived temporaries of single
+operations (one gradient before it is copied into its buffer), the allocator's rounding, the libraries, and the
+buffers of the communication library.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from meshwright.predict import activations
+from meshwright.predict.params import buffer_count, count, segments
+from meshwright.spec.batch import micro_batches
+from meshwright.spec.layout import Layout
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.run import RunSpec
+
+DTYPE_BYTES = {"fp32": 4, "float64": 8}
+STATES = ("parameters", "gradients", "adam moments", "step counters")
+LOSS_ROWS = 256  # tokens whose logits the chunked loss holds at once
+
+
+@dataclass(frozen=True)
+class Memory:
+    """One rank's bytes by category, `sequences` being its largest micro-batch."""
+
+    rank: int
+    sequences: int
+    categories: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.categories.values())
+
+    @property
+    def states(self) -> int:
+        """Bytes held from the first step to the last."""
+        return sum(self.categories[name] for name in STATES)
+
+
+def states(run: RunSpec) -> dict[str, int]:
+    """Bytes of each of STATES on every rank, exact. At ZeRO 0 a rank holds all of them whole.
+
+    Moments have the parameters' dtype; each flat segment (the decayed parameters of a unit, and the others) has one
+    float32 step counter.
+    """
+    parameters = count(run.model) * DTYPE_BYTES[run.precision]
+    return {
+        "parameters": parameters,
+        "gradients": parameters,
+        "adam moments": 2 * parameters,
+        "step counters": 4 * segments(run.model),
+    }
+
+
+def buffers(run: RunSpec) -> int:
+    """Bytes of the model's tables that are no parameters, in float32 at least."""
+    return buffer_count(run.model) * max(DTYPE_BYTES[run.precision], 4)
+
+
+def saved(run: RunSpec, sequences: int) -> list[activations.Saved]:
+    """What autograd keeps of a micro-batch of `sequences` sequences of this run."""
+    return activations.saved(
+        run.model,
+        batch=sequences,
+        seq=run.data.seq_len,
+        dtype_bytes=DTYPE_BYTES[run.precision],
+        attention=run.attention,
+        loss=run.loss,
+    )
+
+
+def loss_workspace(
+    spec: ModelSpec, *, tokens: int, dtype_bytes: int, loss: Literal["full", "chunked"]
+) -> dict[str, int]:
+    """What the loss of `tokens` tokens holds at its peak beside saved activations.
+
+    Full: forward has the logits beside their saved log-softmax; backward instead has two gradients, that of the
+    log-softmax and that of the logits, so "logits" counts the place of logits or their gradient and "loss
+    workspace" the other one. Chunked: logits and log-softmax of one chunk, beside the gradient of the chunk before
+    it; later the scaled gradients of hidden states and head, which may be more.
+    """
+    wide = max(dtype_bytes, 4)
+    rows = tokens if loss == "full" else min(tokens, LOSS_ROWS)
+    copy = rows * spec.vocab
+    workspace = copy * wide
+    if loss == "chunked" and tokens:
+        workspace += copy * dtype_bytes if tokens > LOSS_ROWS else 0
+        scaled = (spec.vocab + tokens) * spec.hidden * dtype_bytes
+        workspace = max(workspace, scaled - copy * dtype_bytes)
+    return {"logits": copy * dtype_bytes, "loss workspace": workspace}
+
+
+def memory(run: RunSpec, layout: Layout, rank: int) -> Memory:
+    """The bytes of data rank `rank` at its peak, with its largest micro-batch; a rank may have no sequence at all."""
+    micros = micro_batches(run.batch.sequences, layout.data_ranks, rank, run.batch.micro)
+    sequences = max(len(places) for places in micros)
+    tokens = sequences * run.data.seq_len
+    workspace = loss_workspace(run.model, tokens=tokens, dtype_bytes=DTYPE_BYTES[run.precision], loss=run.loss)
+    return Memory(
+        rank,
+        sequences,
+        {
+            **states(run),
+            "buffers": buffers(run),
+            "inputs": 2 * 8 * tokens,  # tokens and targets, int64
+            "activations": activations.total(saved(run, sequences)),
+            **workspace,
+        },
+    )

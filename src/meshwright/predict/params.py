@@ -1,0 +1,134 @@
+"""Which parameters a model has: names, shapes and units, without building it.
+
+Names and shapes are those of Hugging Face's checkpoints of the family, in the order of the module tree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from meshwright.spec.model import ModelSpec
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One parameter. `unit` names what it is reduced (and later gathered) together with."""
+
+    name: str
+    shape: Shape
+    unit: str
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def decay(self) -> bool:
+        """Weight decay is for matrices."""
+        return len(self.shape) >= 2
+
+
+def tensors(spec: ModelSpec) -> tuple[TensorSpec, ...]:
+    """All parameters in the order of the module tree; a tied weight stands once, under the embedding's name."""
+    return tuple(_gpt2(spec) if spec.family == "gpt2" else _llama(spec))
+
+
+def count(spec: ModelSpec) -> int:
+    """Number of parameters, a tied weight counted once."""
+    return sum(t.numel for t in tensors(spec))
+
+
+def embedding_count(spec: ModelSpec) -> int:
+    """Parameters that are only looked up: the token and position tables; a tied table is also the head, so not."""
+    return sum(t.numel for t in tensors(spec) if t.unit == "embedding")
+
+
+def units(spec: ModelSpec) -> dict[str, tuple[TensorSpec, ...]]:
+    """Parameters by unit, in model order; inside a unit as in its flat buffer, decayed ones first."""
+    groups: dict[str, list[TensorSpec]] = {}
+    for tensor in tensors(spec):
+        groups.setdefault(tensor.unit, []).append(tensor)
+    return {name: tuple(sorted(group, key=lambda t: not t.decay)) for name, group in groups.items()}
+
+
+def unit_counts(spec: ModelSpec) -> dict[str, int]:
+    """Number of parameters of each unit."""
+    return {name: sum(t.numel for t in group) for name, group in units(spec).items()}
+
+
+def segments(spec: ModelSpec) -> int:
+    """Number of flat segments: a unit has one for decayed and one for other parameters, where it has such."""
+    return sum(len({t.decay for t in group}) for group in units(spec).values())
+
+
+def rotary_length(spec: ModelSpec) -> int:
+    """Positions in the stored rotary table; longer sequences make a table of their own. Dynamic scaling's is right
+    up to the length the model was trained at only."""
+    scaling = spec.rope_scaling
+    if scaling is not None and scaling.kind == "dynamic" and scaling.original_max_seq is not None:
+        return min(spec.max_seq, scaling.original_max_seq)
+    return spec.max_seq
+
+
+def buffer_count(spec: ModelSpec) -> int:
+    """Elements the model holds beside parameters: Llama's rotary table, cos and sin as wide as a head each."""
+    return 0 if spec.family == "gpt2" else 2 * rotary_length(spec) * spec.head_width
+
+
+def _gpt2(spec: ModelSpec) -> Iterator[TensorSpec]:
+    d, f = spec.hidden, spec.ffn_width
+    yield TensorSpec("transformer.wte.weight", (spec.vocab, d), "tied" if spec.is_tied else "embedding")
+    yield TensorSpec("transformer.wpe.weight", (spec.max_seq, d), "embedding")
+    block: list[tuple[str, Shape]] = [  # linear weights are [in, out] in this family
+        ("ln_1.weight", (d,)), ("ln_1.bias", (d,)),
+        ("attn.c_attn.weight", (d, 3 * d)), ("attn.c_attn.bias", (3 * d,)),
+        ("attn.c_proj.weight", (d, d)), ("attn.c_proj.bias", (d,)),
+        ("ln_2.weight", (d,)), ("ln_2.bias", (d,)),
+        ("mlp.c_fc.weight", (d, f)), ("mlp.c_fc.bias", (f,)),
+        ("mlp.c_proj.weight", (f, d)), ("mlp.c_proj.bias", (d,)),
+    ]  # fmt: skip
+    for i in range(spec.layers):
+        for name, shape in block:
+            yield TensorSpec(f"transformer.h.{i}.{name}", shape, f"blocks.{i}")
+    yield TensorSpec("transformer.ln_f.weight", (d,), "head")
+    yield TensorSpec("transformer.ln_f.bias", (d,), "head")
+    if not spec.is_tied:
+        yield TensorSpec("lm_head.weight", (spec.vocab, d), "head")
+
+
+def _llama(spec: ModelSpec) -> Iterator[TensorSpec]:
+    d = spec.hidden
+    yield TensorSpec("model.embed_tokens.weight", (spec.vocab, d), "tied" if spec.is_tied else "embedding")
+    block = list(_llama_block(spec))
+    for i in range(spec.layers):
+        for name, shape in block:
+            yield TensorSpec(f"model.layers.{i}.{name}", shape, f"blocks.{i}")
+    yield TensorSpec("model.norm.weight", (d,), "head")
+    if not spec.is_tied:
+        yield TensorSpec("lm_head.weight", (spec.vocab, d), "head")
+
+
+def _llama_block(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
+    d, f = spec.hidden, spec.ffn_width
+    q, kv = spec.heads * spec.head_width, spec.num_kv_heads * spec.head_width
+    for name, out in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
+        yield from _linear(f"self_attn.{name}", out, d, spec.qkv_bias)
+    yield from _linear("self_attn.o_proj", d, q, spec.out_bias)
+    if spec.qk_norm:
+        yield "self_attn.q_norm.weight", (spec.head_width,)
+        yield "self_attn.k_norm.weight", (spec.head_width,)
+    yield from _linear("mlp.gate_proj", f, d, spec.mlp_bias)
+    yield from _linear("mlp.up_proj", f, d, spec.mlp_bias)
+    yield from _linear("mlp.down_proj", d, f, spec.mlp_bias)
+    yield "input_layernorm.weight", (d,)
+    yield "post_attention_layernorm.weight", (d,)
+
+
+def _linear(name: str, out: int, into: int, bias: bool) -> Iterator[tuple[str, Shape]]:
+    yield f"{name}.weight", (out, into)
+    if bias:
+        yield f"{name}.bias", (out,)

@@ -1,0 +1,95 @@
+"""Everything foretold about one run, as plain data: what `meshwright predict` prints and a run shows at its start."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from meshwright.predict.flops import Flops, counted, model_flops
+from meshwright.predict.memory import Memory, memory
+from meshwright.predict.params import count, embedding_count, unit_counts
+from meshwright.predict.traffic import total_wire, traffic
+from meshwright.spec.batch import micro_steps, part
+from meshwright.spec.layout import Layout
+from meshwright.spec.run import RunSpec
+from meshwright.spec.traffic import TrafficRow
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Numbers of parameters; a tied weight counts once. `embedding` is what is only looked up."""
+
+    total: int
+    embedding: int
+    units: dict[str, int]
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """FLOPs: `model` is what utilisation counts (see predict.flops), `executed` what the devices compute, together."""
+
+    model_per_token: float
+    model_per_step: float
+    executed_per_step: Flops
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a run will hold, move and compute. Sizes in bytes.
+
+    `memory` is that of the rank that holds most (the first of them, where several do); `idle_ranks` have no sequence
+    of the batch and hold no activations.
+    """
+
+    layout: Layout
+    parameters: Parameters
+    tokens_per_step: int
+    micro_batches: int
+    memory: Memory
+    idle_ranks: tuple[int, ...]
+    traffic: tuple[TrafficRow, ...]
+    wire_per_step: float  # bytes one rank sends
+    flops: StepFlops
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same in dicts, lists, strings and numbers, for JSON; totals beside their parts."""
+        result = asdict(self)
+        result["layout"] = self.layout.model_dump(mode="json")
+        result["ranks"] = self.layout.world
+        result["memory"] |= {"states": self.memory.states, "total": self.memory.total}
+        result["idle_ranks"] = list(self.idle_ranks)
+        result["traffic"] = [
+            {**asdict(row.key), "count": row.count, "payload": row.payload, "wire": row.wire} for row in self.traffic
+        ]
+        result["flops"]["executed_per_step"]["total"] = self.flops.executed_per_step.total
+        return result
+
+
+def predict(run: RunSpec, ranks: int | None = None) -> Prediction:
+    """Foretell `run` on `ranks` ranks, or on as many as its layout needs.
+
+    Raises UserError where the layout does not multiply to `ranks`.
+    """
+    layout = run.layout.resolve(ranks)
+    sequences, seq = run.batch.sequences, run.data.seq_len
+    data_ranks = layout.data_ranks
+    rows = traffic(run, layout)
+    per_token = model_flops(run.model, seq=seq)
+    tokens = sequences * seq
+    executed = counted(run.model, batch=sequences, seq=seq, attention=run.attention, loss=run.loss)
+    return Prediction(
+        layout=layout,
+        parameters=Parameters(count(run.model), embedding_count(run.model), unit_counts(run.model)),
+        tokens_per_step=tokens,
+        micro_batches=micro_steps(sequences, data_ranks, run.batch.micro),
+        memory=max((memory(run, layout, rank) for rank in _kinds(sequences, data_ranks)), key=lambda m: m.total),
+        idle_ranks=tuple(rank for rank in range(data_ranks) if not part(sequences, data_ranks, rank)),
+        traffic=rows,
+        wire_per_step=total_wire(rows),
+        flops=StepFlops(per_token, per_token * tokens, executed),
+    )
+
+
+def _kinds(sequences: int, ranks: int) -> list[int]:
+    """One rank for each size of part that occurs, the lowest: ranks with parts of one size hold the same."""
+    return list({len(part(sequences, ranks, rank)): rank for rank in reversed(range(ranks))}.values())

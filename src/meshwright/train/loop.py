@@ -1,0 +1,241 @@
+"""The life of one rank of a run: start or resume, step after step, validate, save, and leave with an exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from meshwright.comm import runtime
+from meshwright.comm.mesh import Mesh
+from meshwright.predict.flops import utilisation
+from meshwright.spec.errors import RunError, UserError
+from meshwright.spec.load import dump_run
+from meshwright.spec.run import RunSpec
+from meshwright.train import checkpoint, state
+from meshwright.train.bigram import bigram_loss
+from meshwright.train.data import Dataset
+from meshwright.train.metrics import Metrics
+from meshwright.train.peak import Peak, device_peak
+from meshwright.train.progress import Progress
+from meshwright.train.report import INTERRUPTED, OK, TERMINATED
+from meshwright.train.sample import generate
+from meshwright.train.signals import StopFlag
+from meshwright.train.text import Prepared, prepare
+from meshwright.train.trainer import Totals, Trainer, Update
+
+# Ranks share their stop signals by adding them up: any SIGTERM outweighs every SIGINT.
+STOP_VALUES = {signal.SIGINT: 1.0, signal.SIGTERM: 1e6}
+
+
+def run_rank(run: RunSpec, *, quiet: bool = False) -> int:
+    """Train `run` as the rank that this process's environment names; returns the command's exit code.
+
+    Raises UserError and RunError; `report.run_guarded` turns them into exit codes.
+    """
+    with StopFlag() as stop:
+        device = runtime.init(run.device, run.comm_timeout)
+        mesh = Mesh.create(run.layout, device=device, timeout=run.comm_timeout)
+        code = Loop(run, mesh, stop, quiet).run()
+        runtime.shutdown()
+    return code
+
+
+class Loop:
+    """One rank's run. Rank 0 alone writes and speaks; what it decides for all it broadcasts."""
+
+    def __init__(self, run: RunSpec, mesh: Mesh, stop: StopFlag, quiet: bool) -> None:
+        self.run_spec = run
+        self.mesh = mesh
+        self.stop = stop
+        self.folder = Path(run.out)
+        self.lead = mesh.rank == 0
+        self.progress = Progress(run.steps, quiet=quiet or not self.lead)
+        self.prepared = self._prepare()
+        self.data = Dataset(self.prepared.train, run.data.seq_len, run.seed)
+        self.held_out = self._held_out()
+        mesh.blackbox.note("building the model")
+        self.trainer = Trainer(run, mesh)
+        self.peak: Peak = device_peak(mesh.device, run.precision)
+        self.tokens_seen = 0
+        self.skipped_in_a_row = 0
+        self.skipped = 0
+        self.validation_loss: float | None = None
+
+    # -- start ------------------------------------------------------------------------------------------------
+
+    def _prepare(self) -> Prepared:
+        """One rank of each machine tokenises, where that is not done yet; the others wait and read."""
+        self.mesh.blackbox.note("preparing data")
+        first = int(os.environ.get("LOCAL_RANK", "0")) == 0
+        mine = prepare(self.run_spec.data, self.run_spec.model.vocab, self.folder / "data") if first else None
+        self.mesh.world_group.barrier("data.prepared")
+        return mine or prepare(self.run_spec.data, self.run_spec.model.vocab, self.folder / "data")
+
+    def _held_out(self) -> Dataset | None:
+        if self.prepared.held_out is None or not self.run_spec.validation.every:
+            return None
+        return Dataset(self.prepared.held_out, self.run_spec.data.seq_len, self.run_spec.seed)
+
+    def _resume(self) -> int:
+        """The step to begin with: 0, or that of the checkpoint that rank 0 chose for all."""
+        chosen = torch.tensor([-1], dtype=torch.int64, device=self.mesh.device)
+        if self.lead:
+            chosen[0] = self._choose_checkpoint()
+        self.mesh.world_group.broadcast(chosen, 0, reason="checkpoint.choose", phase="step")
+        step = int(chosen)
+        if step < 0:
+            return 0
+        saved, about = checkpoint.load(checkpoint.path(self.folder / "checkpoints", step))
+        state.restore(self.trainer, saved, about)
+        self.tokens_seen = int(about["tokens"])
+        self.progress.message(f"resumed after step {step} from {self.folder / 'checkpoints'}")
+        for change in state.changed_options(self.run_spec, about):
+            self.progress.message(f"changed since that checkpoint: {change}")
+        return step
+
+    def _choose_checkpoint(self) -> int:
+        """The step of the checkpoint to go on from, -1 for none; rank 0 decides for all."""
+        folder, resume = self.folder / "checkpoints", self.run_spec.checkpoint.resume
+        if resume == "auto":
+            newest = checkpoint.newest(folder)
+            for skipped in newest.skipped:
+                self.progress.message(f"warning: passed over a damaged checkpoint: {skipped}")
+            if newest.step is None:
+                self.progress.message(f"starting fresh: no checkpoint in {folder}")
+            return -1 if newest.step is None else newest.step
+        if resume != "never" and resume not in checkpoint.steps(folder):
+            there = ", ".join(map(str, checkpoint.steps(folder))) or "none"
+            raise UserError(f"checkpoint.resume={resume}: no such checkpoint in {folder}; those there are: {there}")
+        step = -1 if resume == "never" else int(resume)
+        for superseded in checkpoint.set_aside(folder, after=step):
+            self.progress.message(f"set aside the checkpoint of step {superseded}, which this run does not go on from")
+        return step
+
+    # -- steps ------------------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        start = self._resume()
+        with Metrics(self.folder, enabled=self.lead, start=start) as self.metrics, self.progress:
+            self._write_run()
+            code = self._steps(start)
+        if code == OK and self.lead:
+            self._farewell()
+        return code
+
+    def _steps(self, start: int) -> int:
+        for step in range(start, self.run_spec.steps):
+            began, blocked = time.perf_counter(), self.mesh.ledger.blocked_seconds
+            self.mesh.blackbox.step = step + 1
+            totals = self.trainer.accumulate(self.data, step, stop=STOP_VALUES.get(self.stop.requested, 0.0))
+            update = self.trainer.update(step, totals)
+            self._count(step, totals, update)
+            seconds = time.perf_counter() - began
+            self._record(step + 1, totals, update, seconds, self.mesh.ledger.blocked_seconds - blocked)
+            self._validate(step + 1)
+            stopping = totals.stop > 0
+            self._save(step + 1, stopping)
+            if stopping and step + 1 < self.run_spec.steps:
+                self.progress.message(f"stopped after step {step + 1}, as asked; the same command goes on from here")
+                return TERMINATED if totals.stop >= STOP_VALUES[signal.SIGTERM] else INTERRUPTED
+        return OK
+
+    def _count(self, step: int, totals: Totals, update: Update) -> None:
+        self.tokens_seen += totals.tokens
+        if not update.skipped:
+            self.skipped_in_a_row = 0
+            return
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        what = "loss" if totals.loss != totals.loss or abs(totals.loss) == float("inf") else "gradient"
+        self.progress.message(f"warning: step {step + 1} skipped on all ranks: the {what} is not finite")
+        if self.skipped_in_a_row > self.run_spec.max_skips:
+            raise RunError(
+                f"step {step + 1}: the {what} was not finite in {self.skipped_in_a_row} steps in a row "
+                f"(max_skips={self.run_spec.max_skips}); a lower optimizer.lr or a longer lr_schedule.warmup may help"
+            )
+
+    def _record(self, step: int, totals: Totals, update: Update, seconds: float, blocked: float) -> None:
+        rate = totals.tokens / seconds
+        per_device = rate / self.mesh.world
+        self.progress.step(step, totals.loss, rate)
+        self.metrics.write(
+            step,
+            "train",
+            {
+                "loss": totals.loss,
+                "grad_norm": update.grad_norm,
+                "lr": update.lr,
+                "tokens": self.tokens_seen,
+                "tokens_per_second_per_device": per_device,
+                "model_flops_utilisation": utilisation(
+                    self.run_spec.model, self.run_spec.data.seq_len, per_device, self.peak.flops
+                ),
+                "assumed_peak_flops": self.peak.flops,
+                "seconds": seconds,
+                "seconds_in_communication": blocked,
+                "skipped": self.skipped,
+            },
+        )
+
+    def _validate(self, step: int) -> None:
+        every = self.run_spec.validation.every
+        if self.held_out is None or not (step % every == 0 or step == self.run_spec.steps):
+            return
+        self.mesh.blackbox.note("validation")
+        ids = self.held_out.spread(self.run_spec.validation.sequences)
+        self.validation_loss = self.trainer.evaluate(self.held_out, ids).loss
+        self.progress.message(f"step {step}: validation loss {self.validation_loss:.4f}")
+        self.metrics.write(step, "validation", {"loss": self.validation_loss})
+
+    def _save(self, step: int, stopping: bool) -> None:
+        options = self.run_spec.checkpoint
+        if not options.every and not stopping:
+            return
+        due = stopping or step == self.run_spec.steps or (options.every and step % options.every == 0)
+        if not due or not self.lead:
+            return
+        self.mesh.blackbox.note("saving a checkpoint")
+        about = state.meta(self.trainer, step, self.tokens_seen)
+        try:
+            where = checkpoint.save(
+                self.folder / "checkpoints", step, state.tensors(self.trainer), about, keep=options.keep
+            )
+        except checkpoint.CheckpointError as error:
+            # Training is worth more than this one save; the last whole checkpoint is still there.
+            self.progress.message(f"warning: checkpoint of step {step} failed: {error}")
+            if stopping:
+                raise
+        else:
+            self.progress.message(f"step {step}: saved {where}")
+
+    # -- end --------------------------------------------------------------------------------------------------
+
+    def _write_run(self) -> None:
+        if self.lead:
+            draft = self.folder / "run.yaml.tmp"
+            draft.write_text(dump_run(self.run_spec), encoding="utf-8")
+            draft.replace(self.folder / "run.yaml")
+
+    def _farewell(self) -> None:
+        """What a person wants to see at the end: the losses beside a baseline, a sample, and where things are."""
+        lines: list[str] = []
+        if self.validation_loss is not None and self.prepared.held_out is not None:
+            lines.append(f"validation loss {self.validation_loss:.4f} nats a token")
+            baseline = bigram_loss(self.prepared.train, self.prepared.held_out, self.run_spec.model.vocab)
+            if baseline is not None:
+                lines.append(f"bigram baseline {baseline:.4f} on the same held-out text")
+        if self.run_spec.model.causal:
+            lines += ["sample:", self._sample()]
+        lines.append(f"checkpoints {self.folder / 'checkpoints'}")
+        lines.append(f"metrics     {self.folder / 'metrics.jsonl'} (and for TensorBoard in {self.folder})")
+        print("\n".join(lines), file=sys.stdout, flush=True)
+
+    def _sample(self, length: int = 200) -> str:
+        prompt = self.prepared.encode("def ")
+        ids = generate(self.trainer.model, prompt, length, temperature=0.8, seed=self.run_spec.seed)
+        return self.prepared.decode(ids)

@@ -1,0 +1,122 @@
+"""What a run measured, step by step: metrics.jsonl and, of the same numbers, TensorBoard's event files."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TextIO
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+FILE = "metrics.jsonl"
+
+
+class Metrics:
+    """Writes measurements into `folder`. A disk that fails costs the measurements and a warning, never the run.
+
+    metrics.jsonl holds one JSON object a line: step, split, and the values, null for those that are not finite.
+    A run that begins at step 0 begins a new file and keeps an older one as metrics.jsonl.old; one that goes on after
+    step `start` first drops the lines of later steps, so that none appears twice. `enabled=False` touches nothing.
+    `warn` takes the text of the one warning; by default it is a Python warning.
+    """
+
+    def __init__(self, folder: Path, *, enabled: bool, start: int, warn: Callable[[str], None] | None = None) -> None:
+        self._path = folder / FILE
+        self._enabled = enabled
+        self._start = start
+        self._warn = warn or (lambda text: warnings.warn(text, RuntimeWarning, stacklevel=4))
+        self._warned = False
+        self._lines: TextIO | None = None
+        self._board: SummaryWriter | None = None
+
+    def __enter__(self) -> Self:
+        if self._enabled:
+            self._attempt(self._open_lines)
+            self._attempt(self._open_board)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        lines, board = self._lines, self._board
+        self._lines = self._board = None
+        if lines is not None:
+            self._attempt(lines.close)
+        if board is not None:
+            self._attempt(board.close)
+
+    def write(self, step: int, split: str, values: Mapping[str, float | int | None]) -> None:
+        """Record `values` of `step` (from 1) under `split`, such as train or validation."""
+        if self._lines is not None:
+            self._attempt(lambda: self._write_line(step, split, values))
+        if self._board is not None:
+            self._attempt(lambda: self._write_board(step, split, values))
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                self._warn(f"metrics in {self._path.parent} are incomplete: {error.strerror or error}")
+
+    # -- metrics.jsonl ------------------------------------------------------------------------------------------
+
+    def _open_lines(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if self._path.exists():
+            if self._start:
+                self._drop_later()
+            else:
+                os.replace(self._path, self._path.with_name(f"{FILE}.old"))
+        self._lines = self._path.open("a", encoding="utf-8")
+
+    def _drop_later(self) -> None:
+        draft = self._path.with_name(f"{FILE}.tmp")
+        with self._path.open(encoding="utf-8", errors="replace") as lines, draft.open("w", encoding="utf-8") as kept:
+            kept.writelines(_up_to(lines, self._start))
+            kept.flush()
+            os.fsync(kept.fileno())
+        os.replace(draft, self._path)
+
+    def _write_line(self, step: int, split: str, values: Mapping[str, float | int | None]) -> None:
+        assert self._lines is not None
+        finite = {name: _finite(value) for name, value in values.items()}
+        line = json.dumps({"step": step, "split": split, **finite}, allow_nan=False)
+        self._lines.write(f"{line}\n")
+        self._lines.flush()
+
+    # -- TensorBoard ----------------------------------------------------------------------------------------------
+
+    def _open_board(self) -> None:
+        # Imported here: seconds of work that only rank 0 needs.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._board = SummaryWriter(str(self._path.parent), purge_step=self._start + 1)
+
+    def _write_board(self, step: int, split: str, values: Mapping[str, float | int | None]) -> None:
+        assert self._board is not None
+        for name, value in values.items():
+            if _finite(value) is not None:
+                self._board.add_scalar(f"{split}/{name}", value, step)
+
+
+def _finite(value: float | int | None) -> float | int | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _up_to(lines: TextIO, last: int) -> Iterator[str]:
+    """The lines of steps up to `last`. What is no whole line, as a killed run leaves, is dropped."""
+    for line in lines:
+        try:
+            keep = line.endswith("\n") and json.loads(line)["step"] <= last
+        except (ValueError, KeyError, TypeError):
+            continue
+        if keep:
+            yield line

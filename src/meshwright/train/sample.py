@@ -1,0 +1,45 @@
+"""Text from a model: one token after the other, on one device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.spec.errors import RunError
+
+
+@torch.no_grad()
+def generate(model: nn.Module, prompt: list[int], length: int, *, temperature: float, seed: int) -> list[int]:
+    """`prompt` and `length` tokens after it, drawn from softmax(logits / temperature); 0: the likeliest token.
+
+    The same seed draws the same tokens from the same logits on any device. The model sees the last `max_seq` tokens,
+    is run in evaluation mode, and left in the mode it was in. Raises ValueError for an empty prompt or a negative
+    temperature, RunError for logits that are not finite.
+    """
+    if not prompt or temperature < 0:
+        raise ValueError(f"prompt of {len(prompt)} tokens, temperature {temperature}; at least 1 and 0")
+    device = next(model.parameters()).device
+    window: int = model.spec.max_seq
+    generator = torch.Generator().manual_seed(seed)  # the CPU's: the accelerator's would draw others
+    ids = list(prompt)
+    was_training = model.training
+    model.eval()
+    try:
+        for _ in range(length):
+            tokens = torch.tensor([ids[-window:]], dtype=torch.int64, device=device)
+            ids.append(_draw(model(tokens)[0, -1], temperature, generator))
+    finally:
+        model.train(was_training)
+    return ids
+
+
+def _draw(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
+    """One token from logits [V]."""
+    logits = logits.double().cpu()
+    if not torch.isfinite(logits).all():
+        raise RunError("sample: the model's logits are not finite; it cannot be sampled from")
+    if temperature == 0:
+        return int(logits.argmax())
+    # Taken from the largest first, so that no temperature overflows.
+    weights = torch.softmax((logits - logits.max()) / temperature, dim=0)
+    return int(torch.multinomial(weights, 1, generator=generator))

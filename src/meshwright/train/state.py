@@ -1,0 +1,94 @@
+"""A trainer's whole state as named tensors, and back: what a checkpoint holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from meshwright.spec.errors import RunError, UserError
+from meshwright.spec.run import RunSpec
+from meshwright.train.trainer import Trainer
+
+
+def tensors(trainer: Trainer) -> dict[str, Tensor]:
+    """Parameters as "model/NAME", moments as "exp_avg/NAME" and "exp_avg_sq/NAME", by public name; views."""
+    return dict(_views(trainer))
+
+
+def meta(trainer: Trainer, step: int, tokens: int) -> dict[str, Any]:
+    """What goes with the tensors: steps done, tokens seen, updates made, and the whole resolved run."""
+    return {
+        "step": step,
+        "tokens": tokens,
+        "updates": trainer.optimizer.steps,
+        "run": trainer.run.model_dump(mode="json"),
+    }
+
+
+def restore(trainer: Trainer, saved: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+    """Copy a checkpoint's tensors into `trainer`. Nothing is changed before all of them are known to fit.
+
+    Raises UserError for a checkpoint of another model, RunError for missing, unexpected or misshapen tensors.
+    """
+    check_same_model(trainer.run, about)
+    views = dict(_views(trainer))
+    missing, unexpected = sorted(set(views) - set(saved)), sorted(set(saved) - set(views))
+    misshapen = [
+        f"{name} is {tuple(saved[name].shape)} {saved[name].dtype}, needed {tuple(view.shape)} {view.dtype}"
+        for name, view in views.items()
+        if name in saved and (saved[name].shape != view.shape or saved[name].dtype != view.dtype)
+    ]
+    for what, names in (("lacks", missing), ("has unexpected", unexpected), ("has misshapen", misshapen)):
+        if names:
+            raise RunError(f"checkpoint {what} {'; '.join(names[:5])}{' …' if len(names) > 5 else ''}")
+    for name, view in views.items():
+        view.copy_(saved[name])
+    trainer.optimizer.set_steps(about["updates"])
+
+
+def check_same_model(run: RunSpec, about: Mapping[str, Any]) -> None:
+    """Raise UserError where the checkpoint's model or precision is not the run's, naming what differs."""
+    ours = run.model_dump(mode="json")
+    theirs = about["run"]
+    differ = [
+        f"model.{field}={theirs['model'].get(field)} (this run: {value})"
+        for field, value in ours["model"].items()
+        if theirs["model"].get(field) != value
+    ]
+    if theirs["precision"] != ours["precision"]:
+        differ.append(f"precision={theirs['precision']} (this run: {ours['precision']})")
+    if differ:
+        raise UserError(
+            f"out: {run.out} holds a checkpoint of another model: {'; '.join(differ)}; "
+            "use another out folder, or checkpoint.resume=never"
+        )
+
+
+def changed_options(run: RunSpec, about: Mapping[str, Any]) -> list[str]:
+    """Options other than the model that this run sets otherwise than the run that was saved, in words."""
+    ours, theirs = _flat(run.model_dump(mode="json")), _flat(dict(about["run"]))
+    ignored = ("model.", "out", "checkpoint.", "device")
+    return [
+        f"{name}: {theirs.get(name)} → {value}"
+        for name, value in ours.items()
+        if theirs.get(name) != value and not name.startswith(ignored)
+    ]
+
+
+def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _views(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
+    for placement, local in trainer.sharded.named_parameters():
+        yield f"model/{placement.name}", local
+    for placement, kind, moment in trainer.optimizer.named_moments():
+        yield f"{kind}/{placement.name}", moment

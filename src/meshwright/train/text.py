@@ -1,0 +1,263 @@
+"""From text to token files: found, tokenised once, split into training and held-out tokens, and kept beside the run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.spec.errors import UserError
+from meshwright.spec.run import Data
+from meshwright.train import tokenfile
+from meshwright.train.tokenizer import Tokenizer, load_tokenizer
+
+_HEAD = 8192  # a file with a NUL byte in its first 8 KB is binary
+_NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Token files, 1-D .npy of integers below the vocabulary, and the words they stand for."""
+
+    train: Path
+    held_out: Path | None
+    tokenizer: str
+    train_tokens: int
+    held_out_tokens: int
+
+    def encode(self, text: str) -> list[int]:
+        return load_tokenizer(self.tokenizer).encode(text).tolist()
+
+    def decode(self, ids: list[int]) -> str:
+        return load_tokenizer(self.tokenizer).decode(ids)
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file of the source: its name below the source's root, and what changes when its content does."""
+
+    name: str
+    path: Path
+    size: int
+    mtime_ns: int
+
+
+def prepare(data: Data, vocab: int, folder: Path) -> Prepared:
+    """Tokenise `data` into files in `folder`, the subfolder of a run's `out` kept for this; reuse whole ones there.
+
+    Held out are, of several files, every k-th in sorted order, k = round(1 / held_out); of one file, of a token file
+    and of fewer than k files, the end. Files are named by what they were made from and put in place by a rename, so
+    any number of processes may prepare the same data at once. Documents are separated by byte 0 or the tokenizer's
+    end-of-text token. Memory: one file's tokens; where the end is held out, all tokens.
+
+    Raises UserError for data, tokenizer or vocabulary that do not fit, and where `folder` cannot be written.
+    """
+    if data.path != "stdlib" and data.path.endswith(".npy"):
+        return _from_tokens(data, vocab, folder)
+    tokenizer = load_tokenizer(data.tokenizer)
+    tokenizer.check(vocab)
+    files = _find(data.path, folder)
+    train, held_out = _names(data, folder, vocab, [tokenizer.fingerprint], files)
+    if not _whole(train, held_out):
+        _tokenise(files, tokenizer, data.held_out, train, held_out)
+    return _prepared(data, data.tokenizer, train, held_out)
+
+
+# -- text -----------------------------------------------------------------------------------------------------------
+
+
+def _find(path: str, folder: Path) -> list[_File]:
+    """The source's text files in the order of their names. Raises UserError where there are none."""
+    if path == "stdlib":
+        root = Path(sysconfig.get_path("stdlib"))
+        found = [file for file in _walk(root, _NOT_STDLIB, None) if file.name.endswith(".py")]
+        if not found:
+            raise UserError(f"data.path: stdlib: {root} holds no source text; name a text file or a folder")
+        return found
+    source = Path(path)
+    try:
+        mode = source.stat().st_mode
+    except OSError as error:
+        raise UserError(
+            f"data.path: {path}: {_words(error)}; name stdlib, a text file, a folder of text files or a .npy token file"
+        ) from None
+    if stat.S_ISDIR(mode):
+        return _find_below(source, folder)
+    if not stat.S_ISREG(mode):
+        raise UserError(f"data.path: {path} is neither a file nor a folder; copy its text to a file first")
+    return [_single(source)]
+
+
+def _find_below(source: Path, folder: Path) -> list[_File]:
+    out = folder.resolve().parent
+    if source.resolve() == out:
+        raise UserError(
+            f"data.path: {source} is also the run's folder, whose files change while it runs; "
+            "give the text a folder of its own, or set out to another"
+        )
+    found = _walk(source, {"__pycache__"}, out)
+    if not found:
+        raise UserError(
+            f"data.path: {source} holds no text file that can be read and is not empty (binary files are passed over); "
+            "name a folder with text"
+        )
+    return found
+
+
+def _walk(root: Path, left_out: set[str], out: Path | None) -> list[_File]:
+    """Regular, readable, non-empty text files below `root`, sorted by name, without folders named in `left_out`.
+
+    Nor `out`, the run's own folder: its files change between one rank's look and the next one's.
+    """
+    found = []
+    for here, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in left_out and (Path(here) / name).resolve() != out]
+        for name in names:
+            path = Path(here) / name
+            try:
+                about = path.stat()
+                # Only regular files are opened: a pipe would block.
+                if not stat.S_ISREG(about.st_mode) or not about.st_size or _binary(path):
+                    continue
+            except OSError:
+                continue
+            found.append(_File(path.relative_to(root).as_posix(), path, about.st_size, about.st_mtime_ns))
+    return sorted(found, key=lambda file: file.name)
+
+
+def _single(path: Path) -> _File:
+    try:
+        about, binary = path.stat(), _binary(path)
+    except OSError as error:
+        raise UserError(f"data.path: {path}: {_words(error)}; name a text file that can be read") from None
+    if not about.st_size:
+        raise UserError(f"data.path: {path} is empty; name a file with text")
+    if binary:
+        raise UserError(f"data.path: {path} is not text, it has NUL bytes; name a text file, or token ids as .npy")
+    return _File(path.name, path, about.st_size, about.st_mtime_ns)
+
+
+def _binary(path: Path) -> bool:
+    with path.open("rb") as stream:
+        return b"\0" in stream.read(_HEAD)
+
+
+def _words(error: OSError) -> str:
+    return (error.strerror or str(error)).lower()
+
+
+def _tokenise(files: Sequence[_File], tokenizer: Tokenizer, held_out: float, train: Path, held: Path | None) -> None:
+    """Write `files` as tokens to `train`, and the held-out part of them to `held`."""
+    dtype = tokenfile.smallest(tokenizer.size - 1)
+    if held is None:
+        tokenfile.write(train, _documents(files, tokenizer), dtype)
+        return
+    # Beyond one half it is the training files that are every k-th.
+    rest = held_out > 0.5
+    k = round(1 / (1 - held_out if rest else held_out))
+    if len(files) < max(k, 2):
+        tokens = np.concatenate([part.astype(dtype) for part in _documents(files, tokenizer)])
+        _cut(tokens, held_out, train, held, dtype)
+        return
+    chosen = [(index % k == k - 1) != rest for index in range(len(files))]
+    for path, wanted in ((held, True), (train, False)):
+        part = [file for file, out in zip(files, chosen, strict=True) if out == wanted]
+        tokenfile.write(path, _documents(part, tokenizer), dtype)
+
+
+def _documents(files: Sequence[_File], tokenizer: Tokenizer) -> Iterator[NDArray[np.integer]]:
+    """The tokens of each file, and between two files the separator."""
+    for index, file in enumerate(files):
+        if index and tokenizer.separator is not None:
+            yield np.array([tokenizer.separator])
+        try:
+            content = file.path.read_bytes()
+        except OSError as error:
+            raise UserError(f"data.path: {file.path}: {_words(error)}; remove it or make it readable") from None
+        yield tokenizer.encode_bytes(content)
+
+
+# -- token files ----------------------------------------------------------------------------------------------------
+
+
+def _from_tokens(data: Data, vocab: int, folder: Path) -> Prepared:
+    """Tokens that someone else made: used as they are with nothing held out, else cut in two."""
+    # Bytes are the default, and say nothing about ids in a file unless the vocabulary is that of bytes.
+    name = "ids" if data.tokenizer == "bytes" and vocab != 256 else data.tokenizer
+    tokenizer = load_tokenizer(name)
+    source = Path(data.path)
+    tokens = tokenfile.open_tokens(source)
+    about = source.stat()
+    file = _File(source.name, source, about.st_size, about.st_mtime_ns)
+    train, held_out = _names(data, folder, vocab, [tokenizer.fingerprint], [file])
+    if held_out is None:
+        # The ids of a long file are read through once, not by each rank.
+        if not train.exists():
+            _check_ids(data.path, tokens, vocab)
+            tokenfile.write(train, [], np.dtype(np.uint8))
+        return _prepared(data, name, source, None)
+    if not _whole(train, held_out):
+        _check_ids(data.path, tokens, vocab)
+        _cut(tokens, data.held_out, train, held_out, tokenfile.smallest(vocab - 1))
+    return _prepared(data, name, train, held_out)
+
+
+def _check_ids(path: str, tokens: NDArray[np.integer], vocab: int) -> None:
+    low, high = tokenfile.extremes(tokens)
+    if low < 0:
+        raise UserError(f"data.path: {path} has the token id {low}; ids are 0 and above")
+    if high >= vocab:
+        raise UserError(
+            f"data.path: {path} has the token id {high}, outside model.vocab={vocab}; use model.vocab={high + 1} or more"
+        )
+
+
+def _cut(tokens: NDArray[np.integer], held_out: float, train: Path, held: Path, dtype: np.dtype) -> None:
+    """Write the last `held_out` part of `tokens` to `held` and what is before it to `train`."""
+    cut = len(tokens) - round(len(tokens) * held_out)
+    tokenfile.write(held, tokenfile.chunks(tokens[cut:]), dtype)
+    tokenfile.write(train, tokenfile.chunks(tokens[:cut]), dtype)
+
+
+# -- files kept -----------------------------------------------------------------------------------------------------
+
+
+def _names(
+    data: Data, folder: Path, vocab: int, how: Sequence[str], files: Sequence[_File]
+) -> tuple[Path, Path | None]:
+    """Names of the token files, which change with anything they are made from."""
+    source = data.path if data.path == "stdlib" else str(Path(data.path).resolve())
+    listed = [[file.name, file.size, file.mtime_ns] for file in files]
+    made_from = json.dumps([source, vocab, data.held_out, *how, listed])
+    key = hashlib.sha256(made_from.encode("utf-8", errors="surrogateescape")).hexdigest()[:16]
+    return folder / f"{key}-train.npy", folder / f"{key}-held-out.npy" if data.held_out else None
+
+
+def _whole(train: Path, held_out: Path | None) -> bool:
+    return all(tokenfile.is_whole(path) for path in (train, held_out) if path is not None)
+
+
+def _prepared(data: Data, tokenizer: str, train: Path, held_out: Path | None) -> Prepared:
+    """Raise UserError where there are too few tokens to train on or to validate with."""
+    train_tokens = tokenfile.length(train)
+    held_out_tokens = tokenfile.length(held_out) if held_out else 0
+    if train_tokens < data.seq_len + 1:
+        shorter = f"use data.seq_len={train_tokens - 1} or less, or " if train_tokens > 1 else "use "
+        raise UserError(
+            f"data.path: {data.path} has {train_tokens} tokens to train on, a sequence takes "
+            f"data.seq_len+1={data.seq_len + 1}; {shorter}a longer text"
+        )
+    if held_out is not None and held_out_tokens < 2:
+        raise UserError(
+            f"data.held_out: {data.held_out} of {data.path} is {held_out_tokens} tokens, validation takes 2 or more; "
+            "use a larger part or a longer text, or data.held_out=0"
+        )
+    return Prepared(train, held_out, tokenizer, train_tokens, held_out_tokens)

@@ -1,0 +1,187 @@
+"""Watches the ranks of one host: notices the first that fails, passes stop signals on, ends the others in time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any, Self
+
+from meshwright.train.postmortem import Evidence, Failed, Failure
+from meshwright.train.report import ANSWER_NO, FAILED, INTERRUPTED, OK, ORDERLY, TERMINATED, WRONG_INPUT
+from meshwright.train.signals import SECOND_INTERRUPT_AFTER
+
+PATIENCE = 5.0
+"""Seconds from SIGTERM to SIGKILL for the ranks that survive another's failure."""
+SETTLE = 0.3
+"""Seconds after a failure in which the ranks it takes down may leave their own word, before they are told to end."""
+
+
+class StopRequests:
+    """The launcher's own stop signals, remembered for the next look at the ranks; a context manager.
+
+    SIGHUP (the terminal went away) counts as SIGTERM, unless it was ignored before, as under nohup.
+    """
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self.at_once = False
+        self._since = 0.0
+        self._former: dict[int, Any] = {}
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.signal is None:
+            self.signal, self._since = (signal.SIGTERM if number == signal.SIGHUP else number), now
+        elif number == signal.SIGINT and now - self._since > SECOND_INTERRUPT_AFTER:
+            self.at_once = True
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    self._former[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+class Watch:
+    """One look at a time (`look`, every tenth of a second) until there is an exit code.
+
+    A rank is over in order with 0, 3, 130 or 143; anything else is a failure and ends the run. Once a stop is asked
+    for, by a signal to the launcher or by a rank that ended with 130 or 143, the ranks have `grace` seconds, counted
+    anew whenever one of them communicates.
+    """
+
+    def __init__(
+        self,
+        processes: Mapping[int, subprocess.Popen[bytes]],
+        evidence: Evidence,
+        requests: StopRequests,
+        *,
+        grace: float,
+        say: Callable[[str], None],
+    ) -> None:
+        self.processes = processes
+        self.failed: Failed | None = None
+        self._evidence, self._requests, self._grace, self._say = evidence, requests, grace, say
+        self._ends: dict[int, tuple[int, float]] = {}
+        self._forwarded = False
+        self._progress: tuple[int, ...] = ()
+        self._deadline: float | None = None
+
+    def look(self) -> int | None:
+        """The exit code of the whole command once all ranks have ended, else None."""
+        self._note_ends()
+        if any(code not in ORDERLY for code, _ in self._ends.values()):
+            return self._fail()
+        if len(self._ends) == len(self.processes):
+            end_groups(self.processes, patience=0)
+            return self._orderly_code()
+        if self._stop_signal() is not None:
+            return self._stop()
+        return None
+
+    def _note_ends(self) -> None:
+        for rank, process in self.processes.items():
+            if rank not in self._ends and (code := process.poll()) is not None:
+                self._ends[rank] = (code, time.time())
+
+    def _stop_signal(self) -> int | None:
+        """The signal by which the run was asked to stop, at the launcher or at any one rank."""
+        if self._requests.signal is not None:
+            return self._requests.signal
+        codes = {code for code, _ in self._ends.values()}
+        return signal.SIGTERM if TERMINATED in codes else signal.SIGINT if INTERRUPTED in codes else None
+
+    def _orderly_code(self) -> int:
+        number = self._stop_signal()
+        if number is not None:
+            return 128 + number
+        return ANSWER_NO if any(code == ANSWER_NO for code, _ in self._ends.values()) else OK
+
+    def _stop(self) -> int | None:
+        now = time.monotonic()
+        number = self._requests.signal
+        if number is not None and not self._forwarded:
+            self._forwarded = True
+            self._say(f"{signal.Signals(number).name}: the ranks finish this step, save and end")
+            for process in self.processes.values():
+                if process.poll() is None:
+                    _signal_group(process.pid, number)
+        boxes = [self._evidence.box(rank) for rank in self.processes]
+        progress = (len(self._ends), *(box.sequence if box else -1 for box in boxes))
+        if self._deadline is None or progress != self._progress:
+            self._progress, self._deadline = progress, now + self._grace
+        if not self._requests.at_once and now < self._deadline:
+            return None
+        self._say("stopped at once" if self._requests.at_once else f"no progress in {self._grace:g} s: ranks killed")
+        self._end_all(patience=0)
+        return self._orderly_code()
+
+    def _fail(self) -> int:
+        """End the others and work out who was first; what they were doing is read before they are disturbed."""
+        boxes = {rank: self._evidence.box(rank) for rank in self.processes}
+        settled = time.monotonic() + SETTLE
+        while time.monotonic() < settled and len(self._ends) < len(self.processes):
+            time.sleep(0.02)
+            self._note_ends()
+        failures = self._failures()
+        finished = frozenset(rank for rank, (code, _) in self._ends.items() if code in ORDERLY)
+        self._end_all(PATIENCE)
+        number = self._stop_signal()
+        if number is not None and all(f.echo or f.by_signal == number for f in failures):
+            self._say("stopped before the ranks could save")  # a rank was not ready for the signal and died of it
+            return 128 + number
+        self.failed = Failed(failures, boxes, finished)
+        return WRONG_INPUT if self.failed.first.wrong_input else FAILED
+
+    def _failures(self) -> list[Failure]:
+        failures = []
+        for rank in self.processes:
+            code, seen = self._ends.get(rank, (None, time.time()))
+            error = self._evidence.error(rank)
+            if error or (code is not None and code not in ORDERLY):
+                failures.append(Failure(rank, code, seen, error))
+        return failures
+
+    def _end_all(self, patience: float) -> None:
+        for pid in end_groups(self.processes, patience):
+            self._say(f"process {pid} does not die; it may hang in the kernel on a device or a disk")
+
+
+def end_groups(processes: Mapping[int, subprocess.Popen[bytes]], patience: float) -> list[int]:
+    """End all processes and whatever they started: SIGTERM, `patience` seconds, SIGKILL to each one's process group.
+
+    Every process must lead a group of its own. Returns the ids of those that are still there after a SIGKILL.
+    """
+    if patience > 0:
+        for process in processes.values():
+            if process.poll() is None:
+                _signal_group(process.pid, signal.SIGTERM)
+        _wait(processes, patience)
+    for process in processes.values():
+        _signal_group(process.pid, signal.SIGKILL)  # a group may outlive its leader
+    return _wait(processes, PATIENCE)
+
+
+def _signal_group(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
+
+
+def _wait(processes: Mapping[int, subprocess.Popen[bytes]], seconds: float) -> list[int]:
+    end = time.monotonic() + seconds
+    while alive := [p.pid for p in processes.values() if p.poll() is None]:
+        if time.monotonic() >= end:
+            break
+        time.sleep(0.02)
+    return alive

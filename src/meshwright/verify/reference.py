@@ -1,0 +1,86 @@
+"""The reference of every proof: the plain model on one device in float64, with torch's own AdamW, a tensor at a time.
+
+It shares with what it judges the model's files, the data and the learning-rate schedule, and nothing of the mesh,
+the strategies, the flat buffers or the trainer.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.model.build import build
+from meshwright.model.dropout import DropoutKey
+from meshwright.model.init import initialise_
+from meshwright.model.loss import IGNORE
+from meshwright.spec.run import RunSpec
+from meshwright.train.data import Dataset
+from meshwright.train.lr import lr_at
+from meshwright.verify.evidence import Evidence
+from meshwright.verify.unequal import UnequalData
+
+DTYPES = {"fp32": torch.float32, "float64": torch.float64}
+
+
+def reference(run: RunSpec, data: UnequalData | Dataset, steps: int) -> Evidence:
+    """Train the plain model for `steps` steps on the whole global batch. All evidence is float64.
+
+    The weights start as the run's do: drawn in the run's precision, then widened.
+    """
+    model = build(run.model, attention=run.attention, loss=run.loss, dtype=DTYPES[run.precision])
+    initialise_(model, run.seed)
+    widened = build(run.model, attention=run.attention, loss=run.loss, dtype=torch.float64)
+    widened.load_state_dict(model.state_dict())
+    model = widened.train()
+    adam = _adamw(model, run)
+    evidence = Evidence()
+    for name, parameter in model.named_parameters():
+        evidence.keep("parameter", 0, name, parameter)
+    for step in range(steps):
+        _step(run, model, adam, data, step, evidence)
+    return evidence
+
+
+def _adamw(model: nn.Module, run: RunSpec) -> torch.optim.AdamW:
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": run.optimizer.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        groups, lr=run.optimizer.lr, betas=run.optimizer.betas, eps=run.optimizer.eps, foreach=False, fused=False
+    )
+
+
+def _step(
+    run: RunSpec, model: nn.Module, adam: torch.optim.AdamW, data: UnequalData | Dataset, step: int, evidence: Evidence
+) -> None:
+    ids = data.ids(step, run.batch.sequences)
+    _, targets = data.batch(ids)
+    valid = int((targets != IGNORE).sum())
+    total = 0.0
+    for rows in torch.arange(len(ids)).split(max(run.batch.micro, 1)):
+        loss = model(*data.batch(ids[rows]), dropout=DropoutKey(run.seed, step, rows)) / max(valid, 1)
+        loss.backward()
+        total += float(loss.detach())
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for name, gradient in gradients.items():
+        evidence.keep("gradient", step + 1, name, gradient)
+    norm = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients.values()])))
+    clip = run.optimizer.clip
+    if clip is not None and norm > clip:
+        for gradient in gradients.values():
+            gradient.mul_(clip / norm)
+    for group in adam.param_groups:
+        group["lr"] = lr_at(run, step)
+    adam.step()
+    evidence.losses.append(total)
+    evidence.tokens.append(valid)
+    evidence.norms.append(norm)
+    for name, parameter in model.named_parameters():
+        evidence.keep("parameter", step + 1, name, parameter)
+        for kind in ("exp_avg", "exp_avg_sq"):
+            moment: Tensor = adam.state[parameter][kind]
+            evidence.keep(kind, step + 1, name, moment)
+    adam.zero_grad(set_to_none=True)

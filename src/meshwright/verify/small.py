@@ -1,0 +1,34 @@
+"""A small model and batch that exercise what the large ones would: same family and options, odd sizes."""
+
+from __future__ import annotations
+
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.run import Batch, RunSpec
+
+
+def small_model(spec: ModelSpec) -> ModelSpec:
+    """The same family, options and head grouping with two layers, short heads and a vocabulary that divides nothing."""
+    grouped = spec.num_kv_heads < spec.heads
+    size = {"layers": min(spec.layers, 2), "vocab": 101, "heads": 4, "hidden": 32, "head_dim": None}
+    if spec.family == "llama":
+        size |= {"kv_heads": 2 if grouped else None, "ffn": 56}
+        if spec.head_dim is not None:
+            size["head_dim"] = 12
+        if spec.window is not None:
+            size["window"] = min(spec.window, 8)
+    else:
+        size |= {"ffn": None if spec.ffn is None else 72}
+    return ModelSpec.model_validate(spec.model_dump() | size)
+
+
+def small_run(run: RunSpec, seq_len: int = 24, micro: int = 2, accumulate: int = 3) -> RunSpec:
+    """`run` over the small model, with uneven parts: one sequence short of `accumulate` full micro-batches a rank."""
+    sequences = max(run.layout.data_ranks * micro * accumulate - 1, 1)
+    return RunSpec.model_validate(
+        run.model_dump()
+        | {
+            "model": small_model(run.model).model_dump(),
+            "data": run.data.model_dump() | {"seq_len": seq_len},
+            "batch": Batch(sequences=sequences, micro=micro).model_dump(),
+        }
+    )

@@ -1,0 +1,44 @@
+"""The batch of a proof: random tokens whose valid targets are spread unequally on purpose.
+
+A layout that averages averages, or counts a part twice, agrees with one device on equal parts. So here the number
+of valid targets differs by sequence and by half of a sequence, and one sequence in four has none at all.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshwright.model.loss import IGNORE
+
+
+class UnequalData:
+    """A data set like the training one (`ids`, `batch`), made from the seed: sample ids count up without end."""
+
+    def __init__(self, vocab: int, seq_len: int, seed: int) -> None:
+        self.vocab, self.seq_len, self.seed = vocab, seq_len, seed
+
+    def ids(self, step: int, sequences: int) -> Tensor:
+        return torch.arange(step * sequences, (step + 1) * sequences)
+
+    def batch(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens and targets, int64 [B, T]; a target is the next token or `IGNORE`."""
+        rows = [self._sample(int(i)) for i in ids]
+        if not rows:
+            empty = torch.empty(0, self.seq_len, dtype=torch.int64)
+            return empty, empty.clone()
+        return torch.stack([r[0] for r in rows]), torch.stack([r[1] for r in rows])
+
+    def _sample(self, index: int) -> tuple[Tensor, Tensor]:
+        rng = np.random.default_rng([self.seed, index])
+        row = torch.from_numpy(rng.integers(self.vocab, size=self.seq_len + 1))
+        targets = row[1:].clone()
+        share = 0.0 if index % 4 == 3 else rng.uniform(0.1, 1.0)
+        keep = torch.from_numpy(rng.uniform(size=self.seq_len) < share)
+        if index % 4 == 1:
+            keep[self.seq_len // 2 :] = False
+        if index % 4 != 3:
+            keep[0] = True
+        targets[~keep] = IGNORE
+        return row[:-1], targets

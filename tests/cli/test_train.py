@@ -1,0 +1,157 @@
+"""`meshwright train` up to the ranks: what it checks, shows and starts. Training itself: tests/train."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import meshwright.train.text
+import pytest
+import yaml
+
+import meshwright.train.launch
+import meshwright.train.loop
+from meshwright.cli.common import split
+from meshwright.cli.main import run
+from meshwright.cli.train import check_writable
+from meshwright.spec.errors import UserError
+from meshwright.spec.layout import Layout
+from meshwright.spec.load import load_run
+from meshwright.spec.run import RunSpec
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
+    """What was launched, with the run that the ranks would read; or the run of this process as a rank."""
+    seen: dict[str, Any] = {}
+
+    def launch(argv: list[str], **options: Any) -> int:
+        seen.update(argv=argv, run=load_run(Path(argv[1])), **options)
+        return 130
+
+    def run_rank(run: RunSpec, **options: Any) -> int:
+        seen.update(rank=run, **options)
+        return 3
+
+    monkeypatch.setattr(meshwright.train.launch, "launch", launch)
+    monkeypatch.setattr(meshwright.train.loop, "run_rank", run_rank)
+    monkeypatch.setattr(meshwright.train.text, "prepare", lambda *a: seen.update(prepared=a))
+    monkeypatch.chdir(tmp_path)
+    return seen
+
+
+def test_the_ranks_get_the_resolved_run(started: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    Path("my.yaml").write_text("model: gpt2-tiny\nout: runs/x\n")
+    assert run(["train", "my.yaml", "model.layers=2", "--ranks", "3"]) == 130
+    assert started["run"] == load_run(Path("my.yaml"), ["model.layers=2", "layout.dp=3"])
+    assert (started["ranks"], started["folder"]) == (3, Path("runs/x"))
+    assert started["argv"][2:] == []
+    assert started["prepared"] == (started["run"].data, 256, Path("runs/x/data"))
+    assert not Path(started["argv"][1]).exists()
+    assert not Path("runs").exists()
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "layout   dp=3: 3 ranks" in err and "memory" in err and "6 all_reduce over dp (zero.reduce)" not in err
+    assert "Parameters" not in err
+
+
+def test_options_reach_the_ranks(started: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    run(["train", "-q", "--debug"])
+    assert capsys.readouterr().err == ""
+    assert (started["argv"][2:], started["quiet"], started["debug"]) == (["--quiet", "--debug"], True, True)
+    run(["train", "-v"])
+    assert "Memory of a rank" in capsys.readouterr().err
+
+
+def test_show_prints_the_resolved_run(started: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", "--show", "steps=77", "--ranks", "5"]) == 0
+    out, _ = capsys.readouterr()
+    Path("again.yaml").write_text(out)
+    assert load_run(Path("again.yaml")) == RunSpec(steps=77, layout=Layout(dp=5))
+    assert set(yaml.safe_load(out)) == set(RunSpec.model_fields)
+    assert started == {}
+
+
+def test_fields_lists_them_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", "--fields"]) == 0
+    out, _ = capsys.readouterr()
+    assert all(name in out for name in ("optimizer.lr", "model.rope_scaling.kind", "[tp, cp, dp, pp]"))
+
+
+class TestRank:
+    @pytest.fixture(autouse=True)
+    def environment(self, started: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "4")):
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("MESHWRIGHT_LAUNCHED", raising=False)
+        # A rank that fails leaves at once; here it may not take the tests with it.
+        monkeypatch.setattr("meshwright.train.report._leave", lambda code: None)
+
+    def test_joins_torchrun(self, started: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+        assert run(["train", "-q"]) == 3
+        assert started == {"rank": RunSpec(layout=Layout(dp=4)), "quiet": True}
+        run(["train"])
+        assert "dp=4: 4 ranks" in capsys.readouterr().err
+
+    def test_only_one_rank_speaks(
+        self, started: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("MESHWRIGHT_LAUNCHED", "1")
+        run(["train"])
+        monkeypatch.delenv("MESHWRIGHT_LAUNCHED")
+        monkeypatch.setenv("RANK", "3")
+        run(["train"])
+        assert capsys.readouterr() == ("", "")
+
+    def test_another_number_of_ranks(self, started: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+        assert run(["train", "--ranks", "3"]) == 2
+        assert "--ranks 3: torchrun started 4; leave --ranks out" in capsys.readouterr().err
+        assert run(["train", "--bogus"]) == 2
+        assert "No such option" in capsys.readouterr().err
+        assert started == {}
+
+
+def test_too_many_ranks(started: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", "layout.dp=100000"]) == 2
+    assert "100000 ranks are too many for this machine" in capsys.readouterr().err
+    assert started == {}
+
+
+def test_data_is_judged_before_anything_starts(
+    started: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def prepare(*_: Any) -> None:
+        raise UserError("data.path: no such file")
+
+    monkeypatch.setattr(meshwright.train.text, "prepare", prepare)
+    assert run(["train"]) == 2
+    assert "data.path: no such file" in capsys.readouterr().err
+    assert "argv" not in started
+
+
+def test_output_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_writable(tmp_path / "new" / "deep")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(UserError, match=r"out: .* cannot be a folder, .*file is a file; name another"):
+            check_writable(path)
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="cannot be a folder"):
+        check_writable(tmp_path / "dangling")
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    with pytest.raises(UserError, match=r"cannot be written, .* does not allow it"):
+        check_writable(tmp_path / "new")
+
+
+def test_a_file_is_told_from_overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("lr=1").mkdir()
+    Path("lr=1/run.yaml").touch()
+    Path("run.yaml").touch()
+    assert split(["steps=3", "lr=1/run.yaml"]) == (Path("lr=1/run.yaml"), ["steps=3"])
+    assert split(["run.yaml", "data.path=a/b"]) == (Path("run.yaml"), ["data.path=a/b"])
+    assert split(["a=b=c"]) == (None, ["a=b=c"])
+    with pytest.raises(UserError, match=r"rum\.yaml: no such run file; did you mean run\.yaml"):
+        split(["rum.yaml"])

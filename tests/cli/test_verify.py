@@ -1,0 +1,103 @@
+"""`meshwright verify` prints a proof's report and answers with its exit code. The proof itself: tests/verify."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import meshwright.verify.run
+from meshwright.cli.main import run
+from meshwright.spec.run import RunSpec
+from meshwright.verify.compare import Comparison
+from meshwright.verify.report import Check, Report
+
+EQUAL = Report(
+    run=RunSpec(),
+    steps=2,
+    bound=1e-10,
+    tensors=[Comparison("gradient", f"w{i}", 0, 1, 1e-15, 1.0, 1.0) for i in range(15)],
+    scalars=[Check("loss, step 1", 5.5, 5.5, 0, True)],
+    traffic=[Check("all_reduce over dp: payload bytes", 1000, 1000, 0, True)],
+    states=[Check("parameters, bytes", 4096, 4096, 0, True)],
+    activations=[Check("activations, bytes", 100, 101, 0, True)],
+    activation_differences=[],
+    findings=[],
+)
+WORSE = Comparison("gradient", "model.norm.weight", 1, 2, 0.5, 2.0, 1.0, since=1, since_ranks=(0, 1))
+DIFFERENT = replace(
+    EQUAL,
+    tensors=[WORSE, *EQUAL.tensors],
+    traffic=[Check("all_reduce over dp: payload bytes", 1000, 3000, 1, False)],
+    findings=["gradients differ: model.norm.weight [0]", "1 of them are too large by exactly dp = 2"],
+)
+
+
+@pytest.fixture
+def proof(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What `verify` was asked for, and (under "report") what it answers."""
+    asked: dict[str, Any] = {"report": EQUAL}
+
+    def verify(run: RunSpec, **options: Any) -> Report:
+        asked.update(run=run, **options)
+        report: Report = asked["report"]
+        return report
+
+    monkeypatch.setattr(meshwright.verify.run, "verify", verify)
+    return asked
+
+
+def test_equal_is_0(proof: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["verify"]) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines()[-1].startswith("equal: 15 tensors over 2 steps, worst difference 1.0e-15 (at most 1e-10)")
+    assert "comparing 3 steps of a small llama model on 2 ranks with one device, in float64" in err
+    assert "w9" in out and "w10" not in out and "5 better ones not shown; -v" in out
+    assert "DIFFERS" not in out
+    assert (proof["run"].layout.dp, proof["steps"], proof["precision"], proof["as_is"]) == (2, 3, "float64", False)
+
+
+def test_a_difference_is_3_and_named(proof: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    proof["report"] = DIFFERENT
+    words = ["verify", "layout.dp=3", "--steps", "2", "--precision", "fp32", "--as-is"]
+    assert run(words) == 3
+    out, err = capsys.readouterr()
+    assert (proof["run"].layout.dp, proof["steps"], proof["precision"], proof["as_is"]) == (3, 2, "fp32", True)
+    assert "the run's own model on 3 ranks" in err
+    lines = [line.split() for line in out.splitlines()]
+    assert ["gradient", "model.norm.weight", "DIFFERS", "from", "step", "1", "5.0e-01", "2", "1", "2", "1"] in lines
+    assert ["all_reduce", "over", "dp:", "payload", "bytes", "DIFFERS", "1,000", "3,000", "1"] in lines
+    assert out.index("model.norm.weight") < out.index("w0")
+    assert out.splitlines()[-3].startswith("different: 16 tensors over 2 steps, worst difference 5.0e-01")
+    assert out.splitlines()[-2:] == [f"  {finding}" for finding in DIFFERENT.findings]
+
+
+def test_quiet_and_verbose(proof: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    proof["report"] = DIFFERENT
+    assert run(["verify", "-q"]) == 3
+    out, err = capsys.readouterr()
+    assert (err, len(out.splitlines())) == ("", 3)
+    run(["verify", "-v"])
+    out, _ = capsys.readouterr()
+    assert "w14" in out and "not shown" not in out
+
+
+@pytest.mark.parametrize("report", [EQUAL, DIFFERENT])
+def test_json(proof: dict[str, Any], capsys: pytest.CaptureFixture[str], report: Report) -> None:
+    proof["report"] = report
+    assert run(["verify", "--json"]) == (0 if report.passed else 3)
+    out, _ = capsys.readouterr()
+    assert json.loads(out) == json.loads(json.dumps(report.to_dict()))
+
+
+def test_under_torchrun_it_is_refused(
+    proof: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("meshwright.train.report._leave", lambda code: None)
+    monkeypatch.setenv("RANK", "0")
+    assert run(["verify"]) == 2
+    assert "verify starts its own ranks; call it without torchrun" in capsys.readouterr().err
+    assert "run" not in proof

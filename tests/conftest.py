@@ -1,0 +1,21 @@
+"""Fixtures for every test."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Tests are imported by path (importlib mode), so their folder is not on the path by itself; test ranks get it too.
+sys.path.insert(0, str(Path(__file__).parent))
+
+from ranks import Ranks
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """The session's pool of test ranks; see tests/ranks.py."""
+    with Ranks() as pool:
+        yield pool

@@ -1,0 +1,104 @@
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from meshwright.model.base import LanguageModel
+from meshwright.model.build import build
+from meshwright.model.dropout import Dropout, DropoutKey, dropped
+from meshwright.spec.errors import UserError
+from meshwright.spec.model import ModelSpec
+
+
+@pytest.fixture
+def dropping(tiny: dict[str, ModelSpec]) -> ModelSpec:
+    return tiny["gpt2"].model_copy(update={"embd_dropout": 0.1, "attn_dropout": 0.2, "resid_dropout": 0.3})
+
+
+def key(rows: range, seed: int = 1, step: int = 5) -> DropoutKey:
+    return DropoutKey(seed, step, torch.tensor(rows))
+
+
+SHAPE = torch.Size((6, 4, 50, 50))
+
+
+def test_splits_see_the_same_mask() -> None:
+    whole = dropped(key(range(6)), 3, SHAPE, 0.3)
+    for rows in (range(0, 1), range(2, 5), range(5, 6)):
+        part = dropped(key(rows), 3, torch.Size((len(rows), *SHAPE[1:])), 0.3)
+        assert torch.equal(part, whole[rows.start : rows.stop])
+
+
+def test_logits_and_gradients_of_splits_are_those_of_the_whole(
+    dropping: ModelSpec, make: Callable[..., LanguageModel], batch: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    tokens, targets = batch
+    model = make(dropping, attention="explicit")
+    whole = model(tokens, dropout=key(range(3)))
+    for row in range(3):
+        alone = model(tokens[row : row + 1], dropout=key(range(row, row + 1)))
+        assert (alone[0] - whole[row]).abs().max() < 1e-12  # products of other shapes round differently
+        assert (alone[0] - model(tokens[row : row + 1], dropout=key(range(9, 10)))[0]).abs().max() > 1e-3
+    gradients = torch.autograd.grad(model(tokens, targets, dropout=key(range(3))), list(model.parameters()))
+    for row in range(3):
+        model(tokens[row : row + 1], targets[row : row + 1], dropout=key(range(row, row + 1))).backward()
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert (parameter.grad - gradient).abs().max() < 1e-10
+
+
+def test_rate_and_independence() -> None:
+    n = SHAPE.numel()
+    masks = {
+        "base": dropped(key(range(6)), 3, SHAPE, 0.3),
+        "step": dropped(key(range(6), step=6), 3, SHAPE, 0.3),
+        "seed": dropped(key(range(6), seed=2), 3, SHAPE, 0.3),
+        "place": dropped(key(range(6)), 4, SHAPE, 0.3),
+        "rows": dropped(key(range(6, 12)), 3, SHAPE, 0.3),
+    }
+    base = masks["base"].double()
+    for name, mask in masks.items():
+        assert abs(mask.double().mean() - 0.3) < 4 * math.sqrt(0.21 / n)
+        if name != "base":
+            assert abs((mask * base).mean() - 0.09) < 4 * math.sqrt(0.09 * 0.91 / n), name
+    for dim in range(4):  # neighbours along every dimension
+        a, b = base.narrow(dim, 1, SHAPE[dim] - 1), base.narrow(dim, 0, SHAPE[dim] - 1)
+        assert abs((a * b).mean() - 0.09) < 4 * math.sqrt(0.09 * 0.91 / a.numel())
+
+
+def test_every_place_of_a_model_has_its_own_mask(dropping: ModelSpec) -> None:
+    places = [module.place for module in build(dropping, attention="explicit").modules() if isinstance(module, Dropout)]
+    assert len(set(places)) == len(places) == 1 + 3 * dropping.layers
+
+
+@pytest.mark.parametrize("field", ["embd_dropout", "attn_dropout", "resid_dropout"])
+def test_each_place_drops(field: str, tiny: dict[str, ModelSpec], make: Callable[..., LanguageModel]) -> None:
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    model = make(tiny["gpt2"].model_copy(update={field: 0.5}), attention="explicit")
+    assert (model(tokens, dropout=key(range(2))) - model.eval()(tokens)).abs().max() > 1e-3
+
+
+def test_mask_is_all_that_backward_keeps() -> None:
+    x = torch.randn(6, 4, 50, requires_grad=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        y = Dropout(0.3, 0)(x, key(range(6)))
+    assert [(t.dtype, t.shape) for t in kept] == [(torch.bool, x.shape)]
+    mask = dropped(key(range(6)), 0, x.shape, 0.3)
+    assert torch.allclose(y, torch.where(mask, 0.0, x / 0.7))
+
+
+def test_training_needs_a_key_and_evaluation_never_drops(
+    dropping: ModelSpec, make: Callable[..., LanguageModel]
+) -> None:
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    model = make(dropping, attention="explicit")
+    with pytest.raises(ValueError, match="DropoutKey"):
+        model(tokens)
+    model.eval()
+    assert torch.equal(model(tokens), model(tokens, dropout=key(range(2))))
+
+
+def test_sdpa_refuses_dropout_of_attention_weights(dropping: ModelSpec) -> None:
+    with pytest.raises(UserError, match="attention=explicit"):
+        build(dropping)

@@ -1,0 +1,141 @@
+"""FLOPs foretold, against what torch counts in the plain model and against published formulas."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from meshwright.model.build import build
+from meshwright.model.init import initialise_
+from meshwright.predict import flops
+from meshwright.predict.params import count, embedding_count
+from meshwright.predict.peaks import peak
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.presets import PRESETS
+
+LLAMA = ModelSpec(family="llama", vocab=33, hidden=16, layers=2, heads=4, kv_heads=2, ffn=24, max_seq=32)
+GPT2 = ModelSpec(family="gpt2", vocab=33, hidden=16, layers=2, heads=4, max_seq=32)
+SPECS = {
+    "llama": LLAMA,
+    "tied": LLAMA.model_copy(update={"tied": True}),
+    "one kv head": LLAMA.model_copy(update={"kv_heads": 1}),
+    "wide heads": LLAMA.model_copy(update={"head_dim": 10, "qk_norm": True}),
+    "window": LLAMA.model_copy(update={"window": 3}),
+    "three layers": LLAMA.model_copy(update={"layers": 3}),
+    "gpt2": GPT2,
+    "gpt2 untied, narrow": GPT2.model_copy(update={"tied": False, "ffn": 10}),
+    "not causal": GPT2.model_copy(update={"causal": False}),
+}
+
+
+# torch's counter knows the fused kernels of GPUs; the CPU's counts by the same formulas. Nor does it know addmm_.
+def _cpu_forward(query, key, value, *args, out_shape=None, **kwargs):  # type: ignore[no-untyped-def]
+    return sdpa_flop_count(query, key, value)
+
+
+def _cpu_backward(grad, query, key, value, *args, out_shape=None, **kwargs):  # type: ignore[no-untyped-def]
+    return sdpa_backward_flop_count(grad, query, key, value)
+
+
+def _addmm(total, a, b, *args, out_shape=None, **kwargs):  # type: ignore[no-untyped-def]
+    return 2 * a[0] * a[1] * b[1]
+
+
+UNKNOWN_TO_TORCH = {
+    torch.ops.aten.addmm_: _addmm,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _cpu_forward,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_backward,
+}
+
+
+@pytest.mark.parametrize("loss", ["full", "chunked"])
+@pytest.mark.parametrize("attention", ["sdpa", "explicit"])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_counted_is_what_torch_counts(spec: ModelSpec, attention: str, loss: str) -> None:
+    model = build(spec, attention=attention, loss=loss)
+    model.rebuild_buffers(torch.device("cpu"))
+    initialise_(model, 0)
+    tokens = torch.randint(spec.vocab, (3, 8))
+    with FlopCounterMode(display=False, custom_mapping=UNKNOWN_TO_TORCH) as counter:
+        value = model(tokens, tokens)
+        forward = counter.get_total_flops()
+        value.backward()
+    expected = flops.counted(spec, batch=3, seq=8, attention=attention, loss=loss)  # type: ignore[arg-type]
+    assert (forward, counter.get_total_flops() - forward) == (expected.forward, expected.backward)
+
+
+def test_counted_is_the_published_formula_for_gpt() -> None:
+    # Narayanan et al. 2021 (arXiv 2104.04473), eq. 3: 96 B s l h² (1 + s/6h + V/16lh) with every forward computed
+    # twice, so four passes over the blocks and three over the head; without that 72 B s l h² (1 + s/6h + V/12lh).
+    b, s, spec = 5, 1024, PRESETS["gpt2"]
+    h, n, v = spec.hidden, spec.layers, spec.vocab
+    assert flops.counted(spec, batch=b, seq=s, attention="explicit").total == pytest.approx(
+        72 * b * s * n * h * h * (1 + s / (6 * h) + v / (12 * n * h)), rel=1e-12
+    )
+
+
+def test_gpt3_takes_what_its_paper_says() -> None:
+    # Brown et al. 2020 (arXiv 2005.14165), table D.1: 175B, 174,600 M parameters, 300 B tokens, 3.14e23 FLOPs, six a
+    # parameter and token, attention not counted.
+    total = 6 * flops.linear_weights(PRESETS["gpt3-175b"]) * 300e9
+    assert total == pytest.approx(3.14e23, rel=0.002)
+
+
+def test_llama3_405b_takes_what_its_paper_says() -> None:
+    # Grattafiori et al. 2024 (arXiv 2407.21783), section 1: 405B parameters, 15.6 T tokens, 3.8e25 FLOPs.
+    assert 6 * flops.linear_weights(PRESETS["llama3-405b"]) * 15.6e12 == pytest.approx(3.8e25, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["llama2-70b", "llama3-8b", "qwen3-8b"])
+def test_linear_weights_are_the_matrices_but_the_embedding(name: str) -> None:
+    spec = PRESETS[name]
+    vectors = spec.layers * (2 * spec.hidden + 2 * spec.head_width * spec.qk_norm) + spec.hidden
+    assert flops.linear_weights(spec) == count(spec) - embedding_count(spec) - vectors
+
+
+def test_causal_attention_counts_half_and_a_window_what_it_shows() -> None:
+    whole = flops.visible_pairs(LLAMA.model_copy(update={"causal": False}), 64)
+    assert flops.visible_pairs(LLAMA, 64) == whole / 2
+    assert flops.visible_pairs(LLAMA.model_copy(update={"window": 64}), 64) == whole / 2
+    assert flops.visible_pairs(LLAMA.model_copy(update={"window": 1000}), 64) == whole / 2
+    narrow = LLAMA.model_copy(update={"window": 8})
+    exact = sum(min(i + 1, 8) for i in range(64))
+    assert flops.visible_pairs(narrow, 64) == pytest.approx(exact, rel=0.02)
+
+
+def test_model_flops_ignore_recomputation() -> None:
+    spec, seq = LLAMA.model_copy(update={"causal": False}), 16
+    assert flops.model_flops(spec, seq=seq) * seq == flops.counted(spec, batch=1, seq=seq, attention="explicit").total
+
+
+def test_model_flops_of_known_sizes() -> None:
+    # Llama 2 7B: 32 layers of 4·4096² + 3·4096·11008 weights, and the head 32000·4096, six FLOPs each; attention
+    # 12·32·4096·4096 a token over the square, half of it causal.
+    weights = 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 32000 * 4096
+    assert flops.model_flops(PRESETS["llama2-7b"], seq=4096) == 6 * weights + 6 * 32 * 4096 * 4096
+
+
+def test_utilisation() -> None:
+    spec = PRESETS["llama2-7b"]
+    per_token = flops.model_flops(spec, seq=4096)
+    assert flops.utilisation(spec, seq=4096, tokens_per_second_per_device=1000, peak=4000 * per_token) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "rate"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.4e12),
+        ("NVIDIA H100 PCIe", "bf16", 756e12),
+        ("NVIDIA H200", "bf16", 989.4e12),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312e12),
+        ("Tesla V100-SXM2-16GB", "fp32", 15.7e12),
+    ],
+)
+def test_peaks(device: str, dtype: str, rate: float) -> None:
+    found = peak(device, dtype)  # type: ignore[arg-type]
+    assert found is not None and found[0] == rate and found[1]
+
+
+def test_no_peak_is_made_up() -> None:
+    assert peak("cpu", "fp32") is None
+    assert peak("Tesla V100-SXM2-16GB", "bf16") is None
+    assert peak("NVIDIA L40S", "bf16") is None

@@ -1,0 +1,162 @@
+"""Memory of one rank: states exactly as a run holds them, and the terms that others forgot."""
+
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from meshwright.model.build import build
+from meshwright.model.loss import ROWS
+from meshwright.parallel.placement import plain_placements
+from meshwright.parallel.units import plan_units
+from meshwright.predict import activations, memory
+from meshwright.predict.params import buffer_count, count
+from meshwright.spec.layout import Layout
+from meshwright.spec.model import ModelSpec, RopeScaling
+from meshwright.spec.presets import PRESETS
+from meshwright.spec.run import Batch, Data, RunSpec
+
+DTYPES = {"fp32": torch.float32, "float64": torch.float64}
+GPT2 = ModelSpec(family="gpt2", vocab=33, hidden=16, layers=2, heads=4, max_seq=256)
+LLAMA = ModelSpec(family="llama", vocab=33, hidden=16, layers=2, heads=4, kv_heads=2, ffn=24, max_seq=40)
+DYNAMIC = LLAMA.model_copy(
+    update={"rope_scaling": RopeScaling(kind="dynamic", factor=2.0, original_max_seq=16), "head_dim": 6}
+)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "float64"])
+@pytest.mark.parametrize("spec", [GPT2, LLAMA, GPT2.model_copy(update={"tied": False})])
+def test_states_are_the_storages_a_fused_adamw_holds(spec: ModelSpec, precision: str) -> None:
+    run = RunSpec.model_validate({"model": spec, "precision": precision})
+    model = build(spec, dtype=DTYPES[precision])
+    sizes = [
+        sum(p.local_numel for p in plan.placements if p.decay == decay)
+        for plan in plan_units(model, plain_placements(model))
+        for decay in (True, False)
+    ]
+    flat = [torch.nn.Parameter(torch.zeros(size, dtype=DTYPES[precision])) for size in sizes if size]
+    for parameter in flat:
+        parameter.grad = torch.zeros_like(parameter)
+    adam = torch.optim.AdamW(flat, fused=True)
+    adam.step()
+    states = [adam.state[parameter] for parameter in flat]
+    assert memory.states(run) == {
+        "parameters": sum(p.untyped_storage().nbytes() for p in flat),
+        "gradients": sum(p.grad.untyped_storage().nbytes() for p in flat if p.grad is not None),
+        "adam moments": sum(s[k].untyped_storage().nbytes() for s in states for k in ("exp_avg", "exp_avg_sq")),
+        "step counters": sum(s["step"].untyped_storage().nbytes() for s in states),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("spec", [GPT2, LLAMA, DYNAMIC, PRESETS["llama3-8b"], PRESETS["qwen3-8b"]])
+def test_buffers_are_the_models(spec: ModelSpec, dtype: torch.dtype) -> None:
+    model = build(spec, dtype=dtype, device="meta")
+    assert buffer_count(spec) * dtype.itemsize == sum(b.untyped_storage().nbytes() for b in model.buffers())
+
+
+def test_fp32_adam_is_sixteen_bytes_a_parameter() -> None:
+    # Rajbhandari et al. 2020 (arXiv 1910.02054), section 3.1: two moments beside parameters and gradients.
+    run = RunSpec(model=PRESETS["llama2-7b"])
+    states = memory.states(run)
+    assert sum(states.values()) - states["step counters"] == 16 * 6_738_415_616
+    assert states["step counters"] == 4 * (1 + 2 * 32 + 2)
+
+
+def test_the_loss_counts_every_copy_of_the_logits() -> None:
+    # Qwen3's vocabulary, 8,192 tokens, float32: 4.64 GiB a copy, three of them at the peak.
+    spec = PRESETS["qwen3-8b"]
+    workspace = memory.loss_workspace(spec, tokens=8192, dtype_bytes=4, loss="full")
+    kept = {s.what: s.bytes for s in activations.saved(spec, batch=2, seq=4096)}["log-softmax"]
+    for size in (*workspace.values(), kept):
+        assert size / 2**30 == pytest.approx(4.64, abs=0.005)
+
+
+def test_a_chunked_loss_holds_no_more_than_a_chunk_of_logits() -> None:
+    assert memory.LOSS_ROWS == ROWS
+    spec = PRESETS["qwen3-8b"]
+    logits = [
+        memory.loss_workspace(spec, tokens=tokens, dtype_bytes=4, loss="chunked")["logits"]
+        for tokens in (64, ROWS, 8192)
+    ]
+    assert logits == [64 * spec.vocab * 4, ROWS * spec.vocab * 4, ROWS * spec.vocab * 4]
+
+
+@pytest.mark.parametrize("loss", ["full", "chunked"])
+def test_the_peak_beside_the_states_is_close_to_what_tensors_take(loss: str) -> None:
+    """With a large vocabulary the peak of live storages over a forward and backward is what is predicted."""
+    spec = GPT2.model_copy(update={"vocab": 2000, "hidden": 32})
+    run = RunSpec.model_validate(
+        {"model": spec, "loss": loss, "data": Data(seq_len=256), "batch": Batch(sequences=4, micro=4)}
+    )
+    model = build(spec, loss=loss)  # type: ignore[arg-type]
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    tokens = torch.randint(spec.vocab, (4, 256))
+    with _Live() as live:
+        model(tokens, tokens).backward()
+    foretold = memory.memory(run, Layout(dp=1), 0).categories
+    beside = sum(foretold[name] for name in ("activations", "logits", "loss workspace"))
+    assert live.most == pytest.approx(beside, rel=0.03)
+
+
+class _Live(TorchDispatchMode):
+    """Follows the storages that operations make, from birth to death."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.alive: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        given = {key for key, _ in _storages((args, kwargs))}
+        out = func(*args, **(kwargs or {}))
+        for key, storage in _storages(out):
+            if key not in given and key not in self.alive:
+                self.alive.add(key)
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self._end, key, storage.nbytes())
+        return out
+
+    def _end(self, key: int, size: int) -> None:
+        self.alive.discard(key)
+        self.now -= size
+
+
+def _storages(tree: object) -> list[tuple[int, torch.UntypedStorage]]:
+    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return [(t.untyped_storage()._cdata, t.untyped_storage()) for t in tensors]
+
+
+def test_attention_memory_is_linear_when_fused_and_quadratic_when_written_out() -> None:
+    spec = LLAMA.model_copy(update={"max_seq": 4096})
+
+    def at(seq: int, attention: str) -> int:
+        rows = activations.saved(spec, batch=2, seq=seq, attention=attention)  # type: ignore[arg-type]
+        return sum(s.bytes for s in rows if s.where.endswith("core"))
+
+    assert at(2048, "sdpa") == 2 * at(1024, "sdpa")
+    square = spec.layers * 2 * spec.heads * 4
+    assert at(2048, "explicit") - 2 * at(1024, "explicit") == square * (2048**2 - 2 * 1024**2)
+
+
+def test_kv_memory_follows_the_kv_heads() -> None:
+    def kv(heads: int) -> int:
+        rows = activations.saved(PRESETS["llama2-70b"].model_copy(update={"kv_heads": heads}), batch=1, seq=128)
+        return sum(s.bytes for s in rows if s.what in ("k", "v"))
+
+    assert kv(64) == 8 * kv(8) == 80 * 2 * 128 * 8192 * 4
+
+
+def test_the_largest_micro_batch_counts_and_a_rank_without_a_sequence_has_no_activations() -> None:
+    run = RunSpec(batch=Batch(sequences=5, micro=2))
+    layout = Layout(dp=8)
+    first, last = memory.memory(run, layout, 0), memory.memory(run, layout, 7)
+    assert (first.sequences, last.sequences) == (1, 0)
+    assert last.categories["activations"] == last.categories["loss workspace"] == last.categories["logits"] == 0
+    assert last.total == last.states + last.categories["buffers"]
+    assert first.states == last.states == 16 * count(run.model) + first.categories["step counters"]
+    assert memory.memory(run, Layout(dp=1), 0).sequences == 2  # parts of 2, 2 and 1

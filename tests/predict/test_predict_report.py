@@ -1,0 +1,58 @@
+"""The whole prediction of a run as data."""
+
+import json
+
+import pytest
+
+from meshwright.predict.memory import memory
+from meshwright.predict.report import predict
+from meshwright.spec.errors import UserError
+from meshwright.spec.layout import Layout
+from meshwright.spec.run import Batch, RunSpec
+
+
+def test_the_demo_run() -> None:
+    prediction = predict(RunSpec())
+    assert prediction.layout.world == 2
+    assert prediction.parameters.total == sum(prediction.parameters.units.values()) == 1_722_048
+    assert prediction.tokens_per_step == 32 * 256
+    assert prediction.micro_batches == 4
+    assert prediction.idle_ranks == ()
+    assert prediction.wire_per_step == 4 * 1_722_048 + 24
+
+
+def test_uneven_parts_report_the_rank_that_holds_most() -> None:
+    run = RunSpec(batch=Batch(sequences=3, micro=4), layout=Layout(dp=2))
+    prediction = predict(run)
+    assert (prediction.memory.rank, prediction.memory.sequences) == (0, 2)
+    assert prediction.memory.total > memory(run, prediction.layout, 1).total
+
+
+def test_ranks_without_a_sequence_are_named() -> None:
+    prediction = predict(RunSpec(batch=Batch(sequences=3, micro=4)), ranks=5)
+    assert prediction.idle_ranks == (3, 4)
+    assert (prediction.memory.rank, prediction.memory.sequences) == (0, 1)
+
+
+def test_flops_are_those_of_all_tokens_whatever_the_ranks() -> None:
+    one, four = (predict(RunSpec(layout=Layout(dp=n))).flops for n in (1, 4))
+    assert one == four
+    assert one.model_per_step == one.model_per_token * 32 * 256
+    assert one.executed_per_step.total > one.model_per_step  # the fused attention's full square and recomputation
+
+
+def test_json_has_totals_beside_parts() -> None:
+    data = json.loads(json.dumps(predict(RunSpec()).to_dict()))
+    assert data["ranks"] == 2
+    assert data["layout"]["dp"] == 2
+    assert data["memory"]["total"] == sum(data["memory"]["categories"].values())
+    assert data["traffic"][0]["reason"] == "zero.reduce"
+    assert data["wire_per_step"] == sum(row["wire"] for row in data["traffic"])
+    assert data["flops"]["executed_per_step"]["total"] == sum(
+        data["flops"]["executed_per_step"][k] for k in ("forward", "backward")
+    )
+
+
+def test_a_layout_that_does_not_fit_the_ranks_is_refused() -> None:
+    with pytest.raises(UserError, match="is not the number of ranks, 3"):
+        predict(RunSpec(layout=Layout(dp=2)), ranks=3)

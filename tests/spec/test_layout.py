@@ -1,0 +1,29 @@
+"""Layouts settle their number of data ranks, or say what would."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.spec.errors import UserError
+from meshwright.spec.layout import Layout
+
+
+def test_auto_takes_what_the_ranks_leave() -> None:
+    assert Layout().resolve(None).dp == 2
+    assert Layout().resolve(6).dp == 6
+    assert Layout(dp=3).resolve(None).world == 3
+    assert Layout(dp=3).resolve(3) == Layout(dp=3)
+
+
+def test_other_axes_divide_the_ranks() -> None:
+    # Not validated: the arithmetic holds for axes that no strategy uses yet.
+    layout = Layout.model_construct(**(Layout().model_dump() | {"tp": 2, "pp": 3}))
+    assert layout.resolve(12).data_ranks == 2
+    with pytest.raises(UserError, match=r"tp=2 × cp=1 × pp=3 = 6 does not divide 8 ranks"):
+        layout.resolve(8)
+    assert layout.resolve(12).world == 12
+
+
+def test_ranks_that_do_not_fit() -> None:
+    with pytest.raises(UserError, match=r"dp=4 .* = 4 is not the number of ranks, 3; use dp=3 or dp=auto, or 4 ranks"):
+        Layout(dp=4).resolve(3)

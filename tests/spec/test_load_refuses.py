@@ -1,0 +1,179 @@
+"""Run files and overrides that are wrong: where it was written, what is wrong, what would be right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from meshwright.spec.errors import UserError
+from meshwright.spec.load import load_run
+
+
+def refusal(*overrides: str, file: Path | None = None) -> str:
+    with pytest.raises(UserError) as caught:
+        load_run(file, overrides)
+    text = str(caught.value)
+    for jargon in ("pydantic", "http", "Input should", "Traceback", "type="):
+        assert jargon not in text
+    return text
+
+
+# What is on the command line, and what the refusal must say beside it.
+OVERRIDES = [
+    # names
+    ("optimizer.lrr=1e-3", "no such field; did you mean optimizer.lr?"),
+    ("lr=1e-3", "did you mean optimizer.lr?"),
+    ("learning_rate=1e-3", "did you mean optimizer.lr?"),
+    ("layot.dp=2", "did you mean layout.dp?"),
+    ("layout.hidden=2", "did you mean model.hidden?"),
+    ("every=5", "did you mean validation.every or checkpoint.every?"),
+    ("model.num_hidden_layers=2", "did you mean model.layers?"),
+    ("model.rope_scaling.fator=2", "did you mean model.rope_scaling.factor?"),
+    ("Steps=3", "did you mean steps?"),
+    ("quux=3", "a run has model, data, batch"),
+    ("layout.quux=3", "layout has dp, tp, cp"),
+    # form
+    ("=3", "not key=value"),
+    ("layout..dp=3", "not key=value"),
+    ("layout.dp", "not key=value"),
+    ("optimizer.betas=[0.9", "not valid YAML"),
+    ("optimizer={lr: 1, lr: 2}", "lr stands twice"),
+    # values
+    ("layout.dp=x", '"x" is not a whole number above 0 or auto'),
+    ("layout.dp=0", "0 is not a whole number above 0 or auto"),
+    ("layout.dp=true", "true is not a whole number"),
+    ("steps=2.5", "2.5 is not a whole number above 0"),
+    ("steps='4'", '"4" is not a whole number'),
+    ("steps=", "empty; give a whole number"),
+    ("steps=1e12", "1000000000000 is not a whole number above 0 and below 2^31"),
+    ("steps=" + "9" * 5000, "too long for a number"),
+    ("layout=4", "4 is not a section with dp, tp"),
+    ("layout.sp=yes", '"yes" is not true or false'),
+    ("optimizer.lr=.nan", "not a finite number"),
+    ("optimizer.lr=-1", "-1 is not a number above 0"),
+    ("optimizer.betas=[0.9]", "[0.9] is not a list of 2, each a number of at least 0 and below 1"),
+    ("optimizer.betas=[0.9, 1.5]", "[0.9, 1.5] is not a list of 2"),
+    ("optimizer.clip=none", '"none" is not a number above 0 or null'),
+    ("precision=fp16", '"fp16" is not fp32 or float64'),
+    ("checkpoint.resume=maybe", '"maybe" is not auto, never or a whole number of at least 0'),
+    ("out=''", '"" is not text that is not empty'),
+    ("out=!!python/object:os.system x", "means nothing here"),
+    ("seed=-1", "-1 is not a whole number of at least 0 and below 2^63"),
+    # what does not go together
+    ("layout.tp=2", "tp=2 is not available yet; use tp=1"),
+    ("layout.order=[tp,tp,dp,pp]", "order must name each of tp, cp, dp, pp once"),
+    ("model.heads=5", "heads=5 does not divide hidden=192"),
+    ("model.kv_heads=4", "kv_heads=4 does not divide heads=6; use one of [1, 2, 3, 6]"),
+    ("model.resid_dropout=0.1", "llama has no resid_dropout; leave it out"),
+    ("lr_schedule.warmup=300", "use steps=300 or more"),
+    ("lr_schedule.decay=constant", "needs decay_steps"),
+    # the model
+    ("model=gpt2-tinny", "no preset or file gpt2-tinny; did you mean gpt2-tiny? presets are llama-tiny"),
+    ("model=nowhere/config.json", "cannot be read"),
+    ("model=3", "3 is not a preset"),
+    ("model.family=gpt2", "also needs vocab, hidden, layers, heads, max_seq"),
+    ("model={preset: llama-tiny, family: gpt2}", '"llama-tiny" is of family llama'),
+    ("model.rope_scaling.factor=2", "model.rope_scaling.kind is missing; give linear, dynamic, yarn or llama3"),
+]
+
+
+@pytest.mark.parametrize(("override", "right"), OVERRIDES, ids=lambda v: str(v)[:40])
+def test_override(override: str, right: str) -> None:
+    told = refusal(override)
+    assert told.startswith(f"command line: {override if len(override) < 100 else 'steps='}")
+    assert right in told
+    assert "mistakes" not in told
+
+
+# A run file, the line on which it is wrong, and what the refusal must say.
+FILES = [
+    ("steps: 3\noptimizer:\n  lr: 1e-3\n  lrr: 2\n", 4, "optimizer.lrr: no such field; did you mean optimizer.lr?"),
+    ("seed: 1\nlr: 1e-3\n", 2, "lr: no such field; did you mean optimizer.lr?"),
+    ("optimizer.lr: 3\n", 1, "optimizer.lr: no such field; write it as optimizer: {lr: …}"),
+    ("true: 3\n", 1, "true: no such field"),
+    ("steps: 3\nsteps: 4\n", 2, "steps stands twice (RUN line 1 has it too); keep one"),
+    ("optimizer:\n  betas:\n    - 0.9\n    - 2\n", 2, "optimizer.betas: [0.9, 2] is not a list of 2"),
+    ("steps: 30\nlayout:\n  tp: 2\n", 3, "layout: tp=2 is not available yet"),
+    ("model:\n  hidden: 100\n", 2, "model: heads=6 does not divide hidden=100"),
+    ("model:\n  preset: gpt2-tiny\n  qk_norm: true\n", 3, "model: gpt2 has no qk_norm; leave it out"),
+    ("steps:\nseed: 1", 1, "steps: empty; give a whole number"),
+    ("seed: 1\nmodel: gpt2-tinny\n", 2, "model: no preset or file gpt2-tinny; did you mean gpt2-tiny?"),
+    ("steps: 3\n[a, b]: 3\n", 2, "a list or section stands where a field's name belongs"),
+    ("steps: 3\nseed: [1\nout: x\n", 3, "not valid YAML"),
+    ("optimizer:\n\tlr: 3\n", 2, "indent with spaces, not tabs"),
+    ("steps: 3\n---\nsteps: 4\n", 2, "not valid YAML"),
+    ("seed: 1\nout: a\x07b\n", 2, "character"),
+    ("seed: 1\nout: !secret x\n", 2, "the tag !secret means nothing here"),
+    ('seed: 1\nout: "a\\0b"\n', 2, "zero character"),
+    ("optimizer: &a\n  lr: *a\n", 1, "inside its own anchor"),
+]
+
+
+@pytest.mark.parametrize(("text", "line", "right"), FILES, ids=range(len(FILES)))
+def test_file(tmp_path: Path, text: str, line: int, right: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    told = refusal(file=path)
+    assert told.startswith(f"{path} line {line}: ")
+    assert right.replace("RUN", str(path)) in told
+
+
+@pytest.mark.parametrize(
+    ("content", "right"),
+    [
+        (b"out: caf\xe9\n", "not UTF-8 text (byte 8 is 0xe9)"),
+        (b"- a\n- b\n", "holds no fields"),
+        (b"hello", "holds no fields"),
+        (b"[" * 1200, "nested too deeply"),
+    ],
+)
+def test_no_run_file(tmp_path: Path, content: bytes, right: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_bytes(content)
+    told = refusal(file=path)
+    assert told.startswith(str(path))
+    assert right in told
+
+
+def test_missing_file_and_folder(tmp_path: Path) -> None:
+    assert "cannot be read (No such file or directory)" in refusal(file=tmp_path / "none.yaml")
+    assert "is a folder, not a run file; name a YAML file" in refusal(file=tmp_path)
+    (tmp_path / "run.yaml").touch()
+    assert refusal(file=tmp_path).endswith(f"use {tmp_path / 'run.yaml'}")
+
+
+def test_several_mistakes_are_told_together(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("steps: 0\noptimizer: {lr: x}\n")
+    head, *lines = refusal("seed=-1", file=path).splitlines()
+    assert head == "3 mistakes:"
+    assert {line.split(": ")[0].strip() for line in lines} == {f"{path} line 1", f"{path} line 2", "command line"}
+    assert refusal("a.b", "lrr=3", "steps.=4").startswith("2 mistakes:")
+
+
+def test_places_of_all_fields_that_do_not_go_together(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("seed: 1\nmodel: gpt2-tiny\ndata:\n  seq_len: 4096\n")
+    told = refusal(file=path)
+    assert told.startswith(f"{path} line 4")
+    assert "use data.seq_len=1024 or less, or model.max_seq=4096" in told
+    assert refusal("model=gpt2-tiny", "data.seq_len=5000").startswith(
+        "command line: data.seq_len=5000 model=gpt2-tiny: "
+    )
+
+
+def test_an_override_without_effect() -> None:
+    told = refusal("model.layers=2", "model=gpt2-tiny")
+    assert told == "command line: model.layers=2: has no effect, model=gpt2-tiny after it replaces it; put it last"
+
+
+def test_an_override_into_what_is_no_section(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("layout: 4\n")
+    told = refusal("layout.dp=2", file=path)
+    assert told == f"command line: layout.dp=2: layout is 4 ({path} line 1), not a section"
+
+
+def test_bytes_that_are_no_text() -> None:
+    assert refusal("out=a\udce9b") == "command line: out: not UTF-8 text"

@@ -1,0 +1,164 @@
+"""Checkpoints are whole or absent, whatever dies, fills up or rots."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from meshwright.spec.errors import RunError
+from meshwright.train import checkpoint
+
+TENSORS = {"model/a": torch.arange(6.0).view(2, 3), "exp_avg/a": torch.ones(3, dtype=torch.float64)}
+
+
+def save(folder, step, keep=2, tensors=TENSORS):
+    return checkpoint.save(folder, step, tensors, {"step": step}, keep)
+
+
+def test_round_trip(tmp_path):
+    flat = torch.arange(10.0)
+    views = TENSORS | {"model/view": flat[2:8].view(2, 3), "model/turned": flat[:4].view(2, 2).t()}
+    where = save(tmp_path, 50, tensors=views)
+    found, meta = checkpoint.load(where)
+    assert meta == {"step": 50}
+    assert set(found) == set(views)
+    for name, tensor in views.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
+
+
+def test_keeps_the_newest(tmp_path):
+    for step in (10, 20, 30, 40):
+        save(tmp_path, step)
+    assert checkpoint.steps(tmp_path) == [30, 40]
+    assert sorted(os.listdir(tmp_path)) == ["step-00000030", "step-00000040"]
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    save(tmp_path, 10)
+    save(tmp_path, 10, tensors={"model/a": torch.zeros(1)})
+    assert torch.equal(checkpoint.load(checkpoint.path(tmp_path, 10))[0]["model/a"], torch.zeros(1))
+
+
+def test_superseded_ones_are_set_aside_and_not_lost(tmp_path):
+    for step in (10, 20, 30):
+        save(tmp_path, step, keep=3)
+    assert checkpoint.set_aside(tmp_path, after=10) == [20, 30]
+    assert checkpoint.steps(tmp_path) == [10]
+    save(tmp_path, 20, keep=3)
+    assert checkpoint.set_aside(tmp_path, after=10) == [20]
+    assert sorted(os.listdir(tmp_path)) == [
+        "step-00000010", "superseded-step-00000020", "superseded-step-00000020-2", "superseded-step-00000030",
+    ]  # fmt: skip
+
+
+def test_nothing_saved(tmp_path):
+    assert checkpoint.newest(tmp_path / "none") == checkpoint.Newest(None, ())
+
+
+def truncate(file):
+    os.truncate(file, os.path.getsize(file) - 1)
+
+
+def flip(file):
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [truncate, flip, os.remove], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("name", ["tensors.safetensors", "meta.json"])
+def test_damage_is_named_and_passed_over(tmp_path, damage, name):
+    save(tmp_path, 10)
+    damaged = save(tmp_path, 20) / name
+    damage(damaged)
+    if damage is flip and name == "meta.json":
+        damaged.write_text(json.dumps(["no", "checkpoint"]))
+    with pytest.raises(RunError, match=name):
+        checkpoint.load(damaged.parent)
+    found = checkpoint.newest(tmp_path)
+    assert found.step == 10 and str(damaged) in found.skipped[0]
+
+
+DYING = """
+    import os, sys
+    from pathlib import Path
+    import torch
+    from meshwright.train import checkpoint
+
+    folder, fatal = Path(sys.argv[1]), int(sys.argv[2])
+    seen = 0
+    def deadly(event, args):
+        global seen
+        if event in ("open", "shutil.rmtree") or event.startswith("os."):
+            if str(folder) in str(args) or args and isinstance(args[0], int):
+                seen += 1
+                if seen == fatal:
+                    os._exit(9)
+    sys.addaudithook(deadly)
+    checkpoint.save(folder, 20, {"w": torch.full((3,), 20.0)}, {"step": 20}, keep=1)
+    print(seen)
+"""
+
+
+def test_death_at_every_file_operation(tmp_path):
+    """A saver dies at its first, second, … operation: the old or the new step loads, and a later save succeeds."""
+    script = tmp_path / "dying.py"
+    script.write_text(textwrap.dedent(DYING))
+    folder = tmp_path / "checkpoints"
+    outcomes = []
+    for fatal in range(1, 100):
+        subprocess.run(["rm", "-rf", str(folder)], check=True)
+        save(folder, 10, keep=1, tensors={"w": torch.full((3,), 10.0)})
+        done = forked(script, folder, fatal)
+        found = checkpoint.newest(folder)
+        assert found.step in (10, 20) and not found.skipped, (fatal, found)
+        tensors, meta = checkpoint.load(checkpoint.path(folder, found.step))
+        assert meta["step"] == found.step and torch.equal(tensors["w"], torch.full((3,), float(found.step)))
+        save(folder, 30, keep=1)
+        assert os.listdir(folder) == ["step-00000030"]
+        outcomes.append(found.step)
+        if done == 0:
+            break
+    assert outcomes[-1] == 20 and 10 in outcomes and len(outcomes) > 8
+    assert outcomes == sorted(outcomes)
+
+
+def forked(script, folder, fatal):
+    """Run the script in a fork of this process: torch is loaded already."""
+    child = os.fork()
+    if child == 0:
+        sys.argv = [str(script), str(folder), str(fatal)]
+        code = 1
+        try:
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), 1)
+                exec(compile(script.read_text(), str(script), "exec"), {"__name__": "__main__"})
+            code = 0
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, 9), code
+    return code
+
+
+@pytest.mark.parametrize("call", ["save_file", "os.fsync", "os.rename", "json.dump"])
+def test_a_full_disk_keeps_the_old_one_and_leaves_nothing(tmp_path, monkeypatch, call):
+    save(tmp_path, 10)
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"meshwright.train.checkpoint.{call}", full)
+        with pytest.raises(checkpoint.CheckpointError, match="No space left"):
+            save(tmp_path, 20)
+    assert os.listdir(tmp_path) == ["step-00000010"]
+    assert checkpoint.newest(tmp_path).step == 10
+    save(tmp_path, 20)

@@ -1,0 +1,125 @@
+"""What autograd keeps: the measuring itself, and prediction against measurement, tensor by tensor."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshwright.model.build import build
+from meshwright.model.dropout import DropoutKey
+from meshwright.model.init import initialise_
+from meshwright.predict import activations
+from meshwright.predict.activations import Saved
+from meshwright.spec.model import ModelSpec, RopeScaling
+from meshwright.verify.activations import Kept, SavedBytes, compare, measure
+
+LLAMA = ModelSpec(family="llama", vocab=33, hidden=16, layers=2, heads=4, kv_heads=2, ffn=24, max_seq=32)
+GPT2 = ModelSpec(family="gpt2", vocab=33, hidden=16, layers=2, heads=4, max_seq=32)
+DYNAMIC = RopeScaling(kind="dynamic", factor=2.0, original_max_seq=4)
+SPECS = {
+    "llama": LLAMA,
+    "tied": LLAMA.model_copy(update={"tied": True}),
+    "one kv head": LLAMA.model_copy(update={"kv_heads": 1}),
+    "no groups": LLAMA.model_copy(update={"kv_heads": 4}),
+    "wide heads, qk norm": LLAMA.model_copy(update={"head_dim": 10, "qk_norm": True}),
+    "biases": LLAMA.model_copy(update={"qkv_bias": True, "out_bias": True, "mlp_bias": True}),
+    "window": LLAMA.model_copy(update={"window": 3}),
+    "wide window": LLAMA.model_copy(update={"window": 8}),
+    "not causal": LLAMA.model_copy(update={"causal": False}),
+    "beyond max_seq": LLAMA.model_copy(update={"max_seq": 4}),
+    "dynamic rotary": LLAMA.model_copy(update={"rope_scaling": DYNAMIC}),
+    "gpt2": GPT2,
+    "gpt2 untied, narrow": GPT2.model_copy(update={"tied": False, "ffn": 10}),
+    "gpt2 one head": GPT2.model_copy(update={"heads": 1}),
+    "gpt2 dropout": GPT2.model_copy(update={"embd_dropout": 0.1, "resid_dropout": 0.2}),
+    "gpt2 attention dropout": GPT2.model_copy(update={"attn_dropout": 0.1}),
+}
+
+
+def step(spec: ModelSpec, batch: int, seq: int, dtype: torch.dtype, attention: str, loss: str) -> SavedBytes:
+    model = build(spec, attention=attention, loss=loss, dtype=dtype).train()  # type: ignore[arg-type]
+    initialise_(model, 0)
+    tokens = torch.randint(spec.vocab, (batch, seq))
+    key = DropoutKey(0, 0, torch.arange(batch))
+    return measure(model, lambda: model(tokens, tokens, dropout=key).backward(), inputs=(tokens,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "float64"])
+@pytest.mark.parametrize("loss", ["full", "chunked"])
+@pytest.mark.parametrize("attention", ["sdpa", "explicit"])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_prediction_is_the_measurement(spec: ModelSpec, attention: str, loss: str, dtype: torch.dtype) -> None:
+    if spec.attn_dropout and attention == "sdpa":
+        attention = "explicit"  # the other is refused
+    for batch, seq in ((3, 8), (1, 8), (2, 1)):
+        measured = step(spec, batch, seq, dtype, attention, loss)
+        foretold = activations.saved(
+            spec, batch=batch, seq=seq, dtype_bytes=dtype.itemsize, attention=attention, loss=loss  # type: ignore[arg-type]
+        )  # fmt: skip
+        assert compare(foretold, measured) == []
+        assert activations.total(foretold) == measured.total
+
+
+def test_many_chunks_of_the_loss_keep_no_more_than_one() -> None:
+    measured = step(LLAMA.model_copy(update={"max_seq": 512}), 2, 512, torch.float32, "sdpa", "chunked")
+    assert measured.by_tensor()[": float32[1024, 16]"] == 1024 * 16 * 4
+    assert not any("1024, 33" in name for name in measured.by_tensor())
+
+
+class Twice(nn.Module):
+    """Saves its input twice, a slice of a larger tensor, and a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2.0
+        wide = torch.cat((y, y))  # [2n, 4]; only a slice of it is saved
+        return self.inner(y) * y * wide[: len(y)]
+
+
+def test_a_storage_counts_once_whole_and_where_it_was_first_saved() -> None:
+    model, x = Twice(), torch.randn(3, 4, requires_grad=True)
+    measured = measure(model, lambda: model(x).sum())
+    assert sorted((k.where, k.bytes) for k in measured.kept) == [
+        ("", 48),  # inner(y)
+        ("", 48),  # inner(y) · y
+        ("", 96),  # wide, whole though half of it is saved
+        ("inner", 48),  # y, saved again outside
+    ]
+
+
+def test_parameters_buffers_and_inputs_do_not_count() -> None:
+    model = nn.Linear(4, 4)
+    model.register_buffer("scale", torch.ones(4))
+    x = torch.randn(3, 4)
+    assert measure(model, lambda: (model(x) * model.scale).sum(), inputs=(x,)).total == 0
+    assert measure(model, lambda: (model(x) * model.scale).sum()).total == 48
+
+
+def test_the_fullest_moment_counts_and_not_the_sum_over_passes() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(3, 4)
+
+    def passes() -> None:
+        for rows in (1, 3, 2):
+            model(x[:rows] * 2.0).sum().backward()
+
+    assert measure(model, passes).by_tensor() == {": float32[3, 4]": 48}
+
+
+def test_hooks_are_gone_afterwards_even_when_the_model_raises() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(5, 5))
+    with pytest.raises(RuntimeError):
+        measure(model, lambda: model(torch.randn(3, 4)))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_differences_name_module_and_tensor() -> None:
+    measured = SavedBytes((Kept("mlp", "float32[2, 8]", 64), Kept("norm", "float32[4]", 16)))
+    foretold = [Saved("mlp", "gate", 64), Saved("mlp", "up", 80), Saved("norm", "input", 16)]
+    (difference,) = compare(foretold, measured)
+    assert (difference.where, difference.predicted, difference.measured) == ("mlp", 144, 64)
+    assert difference.only_predicted == ("up, 80 bytes",)
+    assert difference.only_measured == ()
+    (difference,) = compare(foretold[2:], measured)
+    assert difference.only_measured == ("float32[2, 8], 64 bytes",)

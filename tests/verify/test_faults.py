@@ -1,0 +1,168 @@
+"""Planted faults: each must be found, and named by what it is."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+from meshwright.parallel.zero import Sharded
+from meshwright.spec.layout import Layout
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.run import Batch, Data, LrSchedule, Optimizer, RunSpec
+from meshwright.train import trainer as trainer_module
+from meshwright.train.trainer import Trainer
+from meshwright.verify.judge import judge
+from meshwright.verify.reference import reference
+from meshwright.verify.worker import collect, proof_data
+
+STEPS = 2
+RUN = RunSpec(
+    model=ModelSpec(family="llama", vocab=37, hidden=16, layers=2, heads=2, ffn=24, max_seq=32),
+    data=Data(seq_len=10),
+    batch=Batch(sequences=11, micro=2),
+    layout=Layout(dp=2),
+    precision="float64",
+    optimizer=Optimizer(clip=0.5),
+    lr_schedule=LrSchedule(warmup=2),
+)
+
+
+def scaled_by_dp(mesh):
+    """Data parallelism that averages where it should sum."""
+    finish = Sharded.finish
+
+    def wrong(self):
+        finish(self)
+        for unit in self.units:
+            unit.gradients.div_(self.group.size)
+
+    return mock.patch.object(Sharded, "finish", wrong)
+
+
+def unit_never_reduced(mesh):
+    reduce = Sharded._reduce
+    return mock.patch.object(Sharded, "_reduce", lambda self, unit: unit.name == "blocks.1" or reduce(self, unit))
+
+
+def copy_perturbed(mesh):
+    """One element of one replica, by a millionth."""
+    init = Trainer.__init__
+
+    def wrong(self, run, its_mesh):
+        init(self, run, its_mesh)
+        if its_mesh.rank == 1:
+            with torch.no_grad():
+                self.model.model.norm.weight[3] += 1e-6
+
+    return mock.patch.object(Trainer, "__init__", wrong)
+
+
+def collective_too_many(mesh):
+    finish = Sharded.finish
+
+    def wrong(self):
+        finish(self)
+        self.group.all_reduce(torch.zeros(4), reason="zero.reduce", phase="backward")
+
+    return mock.patch.object(Sharded, "finish", wrong)
+
+
+def part_counted_twice(mesh):
+    """Both ranks compute the sequence at the border of their parts."""
+    micro_batches = trainer_module.micro_batches
+
+    def wrong(sequences, ranks, rank, micro):
+        parts = micro_batches(sequences, ranks, rank, micro)
+        return [range(parts[0].start - 1, parts[0].stop), *parts[1:]] if rank == 1 else parts
+
+    return mock.patch.object(trainer_module, "micro_batches", wrong)
+
+
+def stale_buffer(mesh):
+    """The last step's gradients are still there when the next step begins."""
+    begin = Sharded.begin
+
+    def wrong(self):
+        kept = {name: p.grad for name, p in self._parameters.items()}
+        begin(self)
+        for name, grad in kept.items():
+            self._parameters[name].grad = grad
+
+    return mock.patch.object(Sharded, "begin", wrong)
+
+
+def reduced_too_early(mesh):
+    """Each unit is reduced one gradient before its last."""
+    last_micro = Sharded.last_micro
+
+    def wrong(self):
+        last_micro(self)
+        for unit in self.units:
+            unit.missing -= len(unit.members) > 1
+
+    return mock.patch.object(Sharded, "last_micro", wrong)
+
+
+def norm_of_one_unit(mesh):
+    """Clipping by the norm of a part of the parameters."""
+    norm = Trainer._norm
+    return mock.patch.object(Trainer, "_norm", lambda self, gradients: norm(self, gradients[:2]))
+
+
+def buffer_held_twice(mesh):
+    """A copy of the gradients kept beside them, as an optimizer state nobody predicted."""
+    from meshwright.train.optimizer import FlatAdamW
+
+    storages = FlatAdamW.storages
+
+    def wrong(self):
+        return storages(self) | {"copies": [s.segment.gradients.clone() for s in self._states]}
+
+    return mock.patch.object(FlatAdamW, "storages", wrong)
+
+
+def two_seeds(mesh):
+    """Every rank initialises from its own seed."""
+    init = Trainer.__init__
+    return mock.patch.object(
+        Trainer, "__init__", lambda self, run, m: init(self, run.model_copy(update={"seed": run.seed + m.rank}), m)
+    )
+
+
+FAULTS = {
+    scaled_by_dp: ("gradient differs after step 1, on every rank: all", "by exactly 1 / dp = 1/2"),
+    unit_never_reduced: ("9 of 21 tensors (model.layers.1.", "traffic: all_reduce over dp, zero.reduce"),
+    copy_perturbed: ("parameter differs before the first step, on rank 1 only: 1 of 21 tensors (model.norm.weight)",),
+    collective_too_many: ("traffic: all_reduce over dp, zero.reduce, backward: collectives: predicted 4", "recorded 5"),
+    part_counted_twice: ("valid tokens, step 1: expected",),
+    stale_buffer: ("gradient differs after step 2, on every rank: all",),
+    reduced_too_early: ("gradient differs after step 1",),
+    norm_of_one_unit: ("gradient norm, step 1: expected", "exp_avg differs after step 1"),
+    buffer_held_twice: ("memory: copies, bytes: predicted 0",),
+    two_seeds: ("parameter differs before the first step, on rank 1 only: 16 of 21 tensors",),
+}
+
+
+def faulty(mesh, fault):
+    with globals()[fault](mesh):
+        return collect(RUN, mesh, proof_data(RUN), STEPS)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
+def test_found_and_named(ranks, fault):
+    found = ranks.run(2, faulty, fault.__name__)
+    report = judge(RUN, STEPS, found, reference(RUN, proof_data(RUN), STEPS))
+    assert not report.passed
+    text = "\n".join(report.findings)
+    for words in FAULTS[fault]:
+        assert words in text, text
+
+
+def test_a_tensor_that_a_rank_lacks_is_a_difference(ranks):
+    expected = reference(RUN, proof_data(RUN), STEPS)
+    incomplete = reference(RUN, proof_data(RUN), STEPS)
+    del incomplete.tensors["gradient/1/lm_head.weight"]
+    report = judge(RUN, STEPS, [incomplete], expected)
+    assert [c.name for c in report.tensors if not c.passed] == ["lm_head.weight"]
