@@ -66,7 +66,7 @@ OVERRIDES = [
     ("model.heads=5", "heads=5 does not divide hidden=192"),
     ("model.kv_heads=4", "kv_heads=4 does not divide heads=6; use one of [1, 2, 3, 6]"),
     ("model.resid_dropout=0.1", "llama has no resid_dropout; leave it out"),
-    ("lr_schedule.warmup=300", "use steps=300 or more"),
+    ("lr_schedule={decay: constant, warmup: 100, decay_steps: 150}", "use steps=250 or more"),
     ("lr_schedule.decay=constant", "needs decay_steps"),
     # the model
     ("model=gpt2-tinny", "no preset or file gpt2-tinny; did you mean gpt2-tiny? presets are llama-tiny"),

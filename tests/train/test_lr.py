@@ -32,3 +32,7 @@ def test_constant_for_ever():
 
 def test_nothing_but_warm_up():
     assert rates(4, warmup=4) == [0.5, 1.0, 1.5, 2.0]
+
+
+def test_a_trial_shorter_than_its_warm_up_takes_the_same_rates():
+    assert rates(3, warmup=10) == rates(30, warmup=10)[:3]

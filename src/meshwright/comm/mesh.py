@@ -24,6 +24,7 @@ from meshwright.comm.blackbox import BlackBox
 from meshwright.comm.check import Checks
 from meshwright.comm.collectives import Group
 from meshwright.comm.ledger import Ledger
+from meshwright.comm.scratch import Scratch
 from meshwright.spec.layout import AXES, Axis, Layout
 
 
@@ -40,6 +41,7 @@ class Mesh:
         self._locate(sizes, order, rank)
         self.device = device
         self.ledger = Ledger()
+        self._scratch = Scratch()
         self.blackbox = BlackBox.from_environment(rank)
         self._timeout = timeout
         self._groups: dict[tuple[Axis, ...], Group] = {}
@@ -117,7 +119,9 @@ class Mesh:
             return Group(name, ranks, 0, None, self.ledger, self.blackbox)
         process_group = self._process_group(ranks)
         checker = self._checks.of(ranks) if self._checks is not None else None
-        return Group(name, ranks, ranks.index(self.rank), process_group, self.ledger, self.blackbox, checker)
+        return Group(
+            name, ranks, ranks.index(self.rank), process_group, self.ledger, self.blackbox, checker, self._scratch
+        )
 
     def _process_group(self, ranks: Iterable[int]) -> dist.ProcessGroup:
         ranks = tuple(ranks)

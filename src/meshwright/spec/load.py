@@ -299,6 +299,8 @@ class _Dumper(yaml.SafeDumper):
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
         style = None if isinstance(scalar(text), str) else "'"
+        if not text.isprintable():  # PyYAML writes some line separators as they are, except in double quotes
+            style = '"'
         return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
     def ignore_aliases(self, data: Any) -> bool:

@@ -134,11 +134,11 @@ class RunSpec(Part):
                 "attention=sdpa cannot drop attention weights the same way in every layout; "
                 "use attention=explicit, or model.attn_dropout=0"
             )
+        # A run may well end within its warm-up (a trial of a long run does), but not before its decay begins.
         warmup, decay = self.lr_schedule.warmup, self.lr_schedule.decay_steps or 0
-        if warmup + decay > self.steps:
+        if decay and warmup + decay > self.steps:
             raise ValueError(
-                f"lr_schedule.warmup={warmup}{f' + decay_steps={decay}' * bool(decay)} is longer than "
-                f"steps={self.steps}; use steps={warmup + decay} or more, or shorten lr_schedule.warmup"
-                f"{' or lr_schedule.decay_steps' * bool(decay)}"
+                f"lr_schedule.warmup={warmup} + decay_steps={decay} is longer than steps={self.steps}; use "
+                f"steps={warmup + decay} or more, or shorten lr_schedule.warmup or lr_schedule.decay_steps"
             )
         return self

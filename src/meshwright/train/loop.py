@@ -38,7 +38,8 @@ def run_rank(run: RunSpec, *, quiet: bool = False) -> int:
     Raises UserError and RunError; `report.run_guarded` turns them into exit codes.
     """
     with StopFlag() as stop:
-        device = runtime.init(run.device, run.comm_timeout)
+        device = runtime.pick_device(run.device, runtime.place().local_rank)
+        runtime.init(device, run.comm_timeout)
         mesh = Mesh.create(run.layout, device=device, timeout=run.comm_timeout)
         code = Loop(run, mesh, stop, quiet).run()
         runtime.shutdown()
@@ -54,7 +55,7 @@ class Loop:
         self.stop = stop
         self.folder = Path(run.out)
         self.lead = mesh.rank == 0
-        self.progress = Progress(run.steps, quiet=quiet or not self.lead)
+        self.progress = Progress(run.steps, quiet=quiet, lead=self.lead)
         self.prepared = self._prepare()
         self.data = Dataset(self.prepared.train, run.data.seq_len, run.seed)
         self.held_out = self._held_out()
@@ -120,7 +121,7 @@ class Loop:
 
     def run(self) -> int:
         start = self._resume()
-        with Metrics(self.folder, enabled=self.lead, start=start) as self.metrics, self.progress:
+        with Metrics(self.folder, enabled=self.lead, start=start, warn=self.progress.message) as self.metrics, self.progress:
             self._write_run()
             code = self._steps(start)
         if code == OK and self.lead:

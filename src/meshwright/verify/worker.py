@@ -96,7 +96,8 @@ def _saved_activations(trainer: Trainer, data: UnequalData | Dataset) -> list[Ke
 def main(folder: Path) -> None:
     run = load_run(folder / "run.yaml", [])
     proof = json.loads((folder / "proof.json").read_text())
-    device = runtime.init(run.device, run.comm_timeout)
+    device = runtime.pick_device(run.device, runtime.place().local_rank)
+    runtime.init(device, run.comm_timeout)
     mesh = Mesh.create(run.layout, device=device, timeout=run.comm_timeout)
     collect(run, mesh, proof_data(run), proof["steps"]).save(folder, mesh.rank)
     runtime.shutdown()
