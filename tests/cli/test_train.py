@@ -6,12 +6,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-import meshwright.train.text
 import pytest
 import yaml
 
 import meshwright.train.launch
 import meshwright.train.loop
+import meshwright.train.text
 from meshwright.cli.common import split
 from meshwright.cli.main import run
 from meshwright.cli.train import check_writable
@@ -126,7 +126,7 @@ def test_data_is_judged_before_anything_starts(
 
     monkeypatch.setattr(meshwright.train.text, "prepare", prepare)
     assert run(["train"]) == 2
-    assert "data.path: no such file" in capsys.readouterr().err
+    assert capsys.readouterr().err == "reading stdlib\nmeshwright: error: data.path: no such file\n"
     assert "argv" not in started
 
 

@@ -91,10 +91,12 @@ def _launch(run: RunSpec, quiet: bool, verbose: bool, debug: bool) -> int:
         )
     folder = Path(run.out)
     check_writable(folder)
-    _tell(run, quiet, verbose)
     from meshwright.train.text import prepare
 
+    if not quiet:  # a large text takes a while
+        click.echo(f"reading {run.data.path}", err=True)
     prepare(run.data, run.model.vocab, folder / "data")
+    _tell(run, quiet, verbose)
     from meshwright.spec.load import dump_run
     from meshwright.train.launch import launch
 

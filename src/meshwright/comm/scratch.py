@@ -32,7 +32,7 @@ class Scratch:
                 if self._free:
                     self._free.pop()
                 buffer = torch.UntypedStorage(need)
-        return torch.empty(0, dtype=dtype).set_(buffer, 0, (size,))
+        return torch.empty(0, dtype=dtype).set_(buffer, 0, (size,), (1,))
 
     def give(self, taken: Tensor) -> None:
         """Take back what `take` lent; nobody may use it any more."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
@@ -30,9 +33,9 @@ class Metrics:
         self._path = folder / FILE
         self._enabled = enabled
         self._start = start
-        self._warn = warn or (lambda text: warnings.warn(text, RuntimeWarning, stacklevel=4))
+        self._warn = warn or (lambda text: warnings.warn(text.removeprefix("warning: "), RuntimeWarning, stacklevel=4))
         self._warned = False
-        self._lines: TextIO | None = None
+        self._lines: FileIO | None = None
         self._board: SummaryWriter | None = None
 
     def __enter__(self) -> Self:
@@ -64,7 +67,7 @@ class Metrics:
         except OSError as error:
             if not self._warned:
                 self._warned = True
-                self._warn(f"metrics in {self._path.parent} are incomplete: {error.strerror or error}")
+                self._warn(f"warning: metrics in {self._path.parent} are incomplete: {error.strerror or error}")
 
     # -- metrics.jsonl ------------------------------------------------------------------------------------------
 
@@ -75,7 +78,7 @@ class Metrics:
                 self._drop_later()
             else:
                 os.replace(self._path, self._path.with_name(f"{FILE}.old"))
-        self._lines = self._path.open("a", encoding="utf-8")
+        self._lines = self._path.open("ab", buffering=0)
 
     def _drop_later(self) -> None:
         draft = self._path.with_name(f"{FILE}.tmp")
@@ -88,9 +91,16 @@ class Metrics:
     def _write_line(self, step: int, split: str, values: Mapping[str, float | int | None]) -> None:
         assert self._lines is not None
         finite = {name: _finite(value) for name, value in values.items()}
-        line = json.dumps({"step": step, "split": split, **finite}, allow_nan=False)
-        self._lines.write(f"{line}\n")
-        self._lines.flush()
+        line = json.dumps({"step": step, "split": split, **finite}, allow_nan=False).encode() + b"\n"
+        before = self._lines.seek(0, os.SEEK_END)
+        try:
+            if self._lines.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            # Room may be made while the run goes on: the next line must not follow half of this one.
+            with contextlib.suppress(OSError):
+                self._lines.truncate(before)
+            raise
 
     # -- TensorBoard ----------------------------------------------------------------------------------------------
 

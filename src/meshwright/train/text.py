@@ -199,10 +199,11 @@ def _from_tokens(data: Data, vocab: int, folder: Path) -> Prepared:
     file = _File(source.name, source, about.st_size, about.st_mtime_ns)
     train, held_out = _names(data, folder, vocab, [tokenizer.fingerprint], [file])
     if held_out is None:
-        # The ids of a long file are read through once, not by each rank.
-        if not train.exists():
+        # The ids of a long file are read through once, not by each rank: an empty file says that they fit.
+        checked = train.with_name(train.name.replace("-train", "-checked"))
+        if not checked.exists():
             _check_ids(data.path, tokens, vocab)
-            tokenfile.write(train, [], np.dtype(np.uint8))
+            tokenfile.write(checked, [], np.dtype(np.uint8))
         return _prepared(data, name, source, None)
     if not _whole(train, held_out):
         _check_ids(data.path, tokens, vocab)
@@ -216,7 +217,8 @@ def _check_ids(path: str, tokens: NDArray[np.integer], vocab: int) -> None:
         raise UserError(f"data.path: {path} has the token id {low}; ids are 0 and above")
     if high >= vocab:
         raise UserError(
-            f"data.path: {path} has the token id {high}, outside model.vocab={vocab}; use model.vocab={high + 1} or more"
+            f"data.path: {path} has the token id {high}, outside model.vocab={vocab}; "
+            f"use model.vocab={high + 1} or more"
         )
 
 

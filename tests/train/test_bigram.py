@@ -1,0 +1,45 @@
+"""The bigram baseline against a count by hand."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshwright.train import bigram
+from meshwright.train.bigram import bigram_loss
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 1 << 20])
+@pytest.mark.parametrize("dtype", [np.uint8, ">i4"])
+def test_naive_count(chunk: int, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bigram, "_CHUNK", chunk)
+    train, held_out = b"the cat sat on the mat, the rat ran", b"that cat ran at the rats!"
+    pairs, firsts = Counter(pairwise(train)), Counter(train[:-1])
+    wanted = [-math.log((pairs[a, b] + 1) / (firsts[a] + 200)) for a, b in pairwise(held_out)]
+    for name, text in (("train", train), ("held", held_out)):
+        np.save(tmp_path / f"{name}.npy", np.frombuffer(text, np.uint8).astype(dtype))
+    loss = bigram_loss(tmp_path / "train.npy", tmp_path / "held.npy", 200)
+    assert loss == pytest.approx(sum(wanted) / len(wanted), rel=1e-12)
+
+
+def test_probabilities_sum_to_one(tmp_path: Path) -> None:
+    np.save(tmp_path / "train.npy", np.array([0, 1, 1, 2, 1], dtype=np.uint8))
+    total = 0.0
+    for second in range(5):
+        np.save(tmp_path / "held.npy", np.array([1, second], dtype=np.uint8))
+        total += math.exp(-bigram_loss(tmp_path / "train.npy", tmp_path / "held.npy", 5))
+    assert total == pytest.approx(1)
+
+
+def test_nothing_to_say(tmp_path: Path) -> None:
+    path, one = tmp_path / "t.npy", tmp_path / "one.npy"
+    np.save(path, np.array([0, 1, 2], dtype=np.uint16))
+    np.save(one, np.array([0], dtype=np.uint16))
+    assert bigram_loss(path, path, 4097) is None
+    assert bigram_loss(path, one, 8) is None
+    assert bigram_loss(path, path, 3) == pytest.approx(-math.log(2 / 4))
