@@ -9,6 +9,7 @@ import torch
 
 from meshwright.comm.mesh import Mesh
 from meshwright.spec.errors import RunError, UserError
+from meshwright.spec.layout import Layout
 
 STEP = {"reason": "test", "phase": "step"}
 F32, F64 = torch.float32, torch.float64
@@ -191,11 +192,11 @@ def test_exchanges_keep_their_order(ranks, check: str) -> None:
 
 
 def two_meshes(mesh: Mesh) -> list[float]:
-    from meshwright.spec.layout import Layout
-
     out = []
-    for m in (mesh, Mesh.create(Layout(dp=2), device=mesh.device, timeout=10.0)):
-        for size in (3, 4):
+    second = Mesh.create(Layout(dp=2), device=mesh.device, timeout=10.0)
+    for m, sizes in ((mesh, (3, 4)), (second, (4, 3))):
+        for size in sizes:
+            time.sleep(0.2 * mesh.rank)  # rank 0 looks before rank 1 has announced anything new
             t = torch.ones(size)
             m.group("dp").all_reduce(t, **STEP)
             out.append(t.sum().item())
@@ -203,7 +204,7 @@ def two_meshes(mesh: Mesh) -> list[float]:
 
 
 def test_a_second_mesh_does_not_read_what_the_first_has_left(ranks) -> None:
-    assert ranks.run(2, two_meshes, env={"MESHWRIGHT_COMM_CHECK": "1"}) == [[6, 8, 6, 8]] * 2
+    assert ranks.run(2, two_meshes, env={"MESHWRIGHT_COMM_CHECK": "1"}) == [[6, 8, 8, 6]] * 2
 
 
 def keys_left(mesh: Mesh) -> tuple[int, int]:

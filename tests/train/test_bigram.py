@@ -43,3 +43,12 @@ def test_nothing_to_say(tmp_path: Path) -> None:
     assert bigram_loss(path, path, 4097) is None
     assert bigram_loss(path, one, 8) is None
     assert bigram_loss(path, path, 3) == pytest.approx(-math.log(2 / 4))
+
+
+def test_the_samples_that_a_validation_scores(tmp_path):
+    train, held_out = tmp_path / "train.npy", tmp_path / "held.npy"
+    np.save(train, np.array([0, 1, 0, 2, 0, 1], dtype=np.uint8))
+    np.save(held_out, np.array([0, 1, 0, 2, 1, 1, 0], dtype=np.uint8))
+    # samples of two tokens: number 1 has the targets 2 and 1 after 0 and 2, number 2 has 1 and 0 after 1 and 1
+    expected = -sum(math.log(p) for p in (2 / 6, 1 / 4, 1 / 4, 2 / 4)) / 4
+    assert bigram_loss(train, held_out, 3, samples=[1, 2], seq_len=2) == pytest.approx(expected)

@@ -121,7 +121,7 @@ def init(device: torch.device, timeout: float) -> Place:
             device_id=None if device.type == "cpu" else device,
         )
     except dist.DistNetworkError as exc:
-        if "EADDRINUSE" in str(exc) or "in use" in str(exc):
+        if "EADDRINUSE" in str(exc):
             raise UserError(f"MASTER_PORT: port {here.port} is in use; choose another") from exc
         raise RunError(f"rank {here.rank} cannot reach {here.address}:{here.port} within {timeout:g} s") from exc
     except dist.DistStoreError as exc:

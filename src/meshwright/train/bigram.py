@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +12,15 @@ MAX_VOCAB = 4096  # a table of 4096² counts is 128 MiB
 _CHUNK = 1 << 22
 
 
-def bigram_loss(train: Path, held_out: Path, vocab: int) -> float | None:
+def bigram_loss(
+    train: Path, held_out: Path, vocab: int, *, samples: Sequence[int] = (), seq_len: int = 0
+) -> float | None:
     """Cross-entropy in nats a token of an add-one-smoothed bigram model, counted on `train`, scored on `held_out`.
 
     p(b | a) = (n(a, b) + 1) / (n(a) + V), n(a) the pairs that begin with a. Both are token files of ids below
-    `vocab`; every held-out token but the first is scored. None where V is above MAX_VOCAB or nothing can be scored.
+    `vocab`. Scored are the targets of `samples` of `seq_len` tokens (as `data.Dataset` numbers them), so that the
+    figure stands beside a validation loss over the same ones; without samples every token but the first. None where
+    V is above MAX_VOCAB or nothing can be scored.
     """
     if vocab > MAX_VOCAB:
         return None
@@ -25,16 +29,18 @@ def bigram_loss(train: Path, held_out: Path, vocab: int) -> float | None:
         pairs += np.bincount(first * vocab + second, minlength=vocab * vocab)
     firsts = pairs.reshape(vocab, vocab).sum(axis=1)
     total, count = 0.0, 0
-    for first, second in _pairs(held_out):
-        scores = np.log(pairs[first * vocab + second] + 1) - np.log(firsts[first] + vocab)
-        total -= float(scores.sum())
-        count += len(first)
+    spans = [slice(k * seq_len, (k + 1) * seq_len + 1) for k in samples] or [slice(None)]
+    for span in spans:
+        for first, second in _pairs(held_out, span):
+            scores = np.log(pairs[first * vocab + second] + 1) - np.log(firsts[first] + vocab)
+            total -= float(scores.sum())
+            count += len(first)
     return total / count if count else None
 
 
-def _pairs(path: Path) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Neighbouring tokens of the file, in parts: int64 [n] and the [n] that follow them."""
-    tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+def _pairs(path: Path, span: slice = slice(None)) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Neighbouring tokens of the file's `span`, in parts: int64 [n] and the [n] that follow them."""
+    tokens = np.load(path, mmap_mode="r", allow_pickle=False)[span]
     for start in range(0, len(tokens) - 1, _CHUNK):
         part = tokens[start : start + _CHUNK + 1].astype(np.int64)
         yield part[:-1], part[1:]

@@ -121,7 +121,10 @@ class Loop:
 
     def run(self) -> int:
         start = self._resume()
-        with Metrics(self.folder, enabled=self.lead, start=start, warn=self.progress.message) as self.metrics, self.progress:
+        with (
+            Metrics(self.folder, enabled=self.lead, start=start, warn=self.progress.message) as self.metrics,
+            self.progress,
+        ):
             self._write_run()
             code = self._steps(start)
         if code == OK and self.lead:
@@ -225,15 +228,19 @@ class Loop:
     def _farewell(self) -> None:
         """What a person wants to see at the end: the losses beside a baseline, a sample, and where things are."""
         lines: list[str] = []
-        if self.validation_loss is not None and self.prepared.held_out is not None:
+        if self.validation_loss is not None and self.held_out is not None and self.prepared.held_out is not None:
             lines.append(f"validation loss {self.validation_loss:.4f} nats a token")
-            baseline = bigram_loss(self.prepared.train, self.prepared.held_out, self.run_spec.model.vocab)
+            data, samples = self.run_spec.data, self.held_out.spread(self.run_spec.validation.sequences).tolist()
+            baseline = bigram_loss(
+                self.prepared.train, self.prepared.held_out, self.run_spec.model.vocab,
+                samples=samples, seq_len=data.seq_len,
+            )  # fmt: skip
             if baseline is not None:
-                lines.append(f"bigram baseline {baseline:.4f} on the same held-out text")
+                lines.append(f"bigrams         {baseline:.4f} on the same held-out text, counted on the training text")
         if self.run_spec.model.causal:
             lines += ["sample:", self._sample()]
-        lines.append(f"checkpoints {self.folder / 'checkpoints'}")
-        lines.append(f"metrics     {self.folder / 'metrics.jsonl'} (and for TensorBoard in {self.folder})")
+        lines.append(f"checkpoints     {self.folder / 'checkpoints'}")
+        lines.append(f"metrics         {self.folder / 'metrics.jsonl'} (and for TensorBoard in {self.folder})")
         print("\n".join(lines), file=sys.stdout, flush=True)
 
     def _sample(self, length: int = 200) -> str:

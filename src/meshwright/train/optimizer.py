@@ -45,12 +45,21 @@ class FlatAdamW:
         ]
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
-        """Update every parameter from the segments' gradients."""
+    def step(self, lr: float, divide_by: float = 1.0) -> None:
+        """Update every parameter from the segments' gradients, divided by `divide_by`.
+
+        The division takes no pass of its own: the kernel does it, as for a loss scale. It knows the divisor in
+        float32 only, so gradients of higher precision are divided beforehand.
+        """
         for decay in (True, False):
             states = [state for state in self._states if state.segment.decay == decay]
             if not states:
                 continue
+            scale = None
+            if states[0].segment.gradients.dtype == torch.float64:
+                torch._foreach_div_([state.segment.gradients for state in states], divide_by)
+            else:
+                scale = torch.tensor(divide_by, dtype=torch.float32, device=states[0].step.device)
             torch._foreach_add_([state.step for state in states], 1)
             torch._fused_adamw_(
                 [state.segment.parameters for state in states],
@@ -66,6 +75,7 @@ class FlatAdamW:
                 eps=self._options.eps,
                 amsgrad=False,
                 maximize=False,
+                grad_scale=scale,
             )
 
     @property

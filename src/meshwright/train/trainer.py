@@ -109,12 +109,8 @@ class Trainer:
         if not (math.isfinite(norm) and math.isfinite(totals.loss_sum)):
             return Update(norm, lr, skipped=True)
         clip = self.run.optimizer.clip
-        scale = 1.0 / max(totals.tokens, 1)
-        if clip is not None and norm > clip:
-            scale *= clip / norm
-        for gradient in gradients:
-            gradient.mul_(scale)
-        self.optimizer.step(lr)
+        over = 1.0 if clip is None else max(norm / clip, 1.0)
+        self.optimizer.step(lr, divide_by=max(totals.tokens, 1) * over)
         return Update(norm, lr, skipped=False)
 
     @torch.no_grad()
