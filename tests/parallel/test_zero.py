@@ -46,7 +46,7 @@ def gradients(mesh, steps, micros):
             if micro == micros - 1:
                 sharded.last_micro()
             sharded.module(inputs(mesh.rank, 7 * step + micro)).backward()
-        sharded.finish()
+        list(sharded.finish())
     kept = {placement.name: gradient.clone() for placement, gradient in sharded.named_gradients()}
     return kept, mesh.ledger.rows()
 
@@ -82,7 +82,7 @@ def arrivals(mesh):
     sharded.begin()
     sharded.last_micro()
     sharded.module(torch.ones(1, 4)).sum().backward()
-    sharded.finish()
+    list(sharded.finish())
     return began
 
 
@@ -97,7 +97,7 @@ def idle_rank(mesh):
     sharded.last_micro()
     if mesh.rank == 0:
         sharded.module(inputs(0, 0)).backward()
-    sharded.finish()
+    list(sharded.finish())
     return {placement.name: gradient.clone() for placement, gradient in sharded.named_gradients()}
 
 
@@ -140,7 +140,7 @@ def test_gradients_of_the_last_step_are_gone():
         sharded.begin()
         sharded.last_micro()
         sharded.module(inputs(0, 0)).backward()
-        sharded.finish()
+        list(sharded.finish())
     plain = module()
     plain(inputs(0, 0)).backward()
     for placement, gradient in sharded.named_gradients():

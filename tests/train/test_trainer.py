@@ -16,7 +16,7 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import Batch, Data, LrSchedule, Optimizer, RunSpec
 from meshwright.train import state
-from meshwright.train.trainer import Totals, Trainer
+from meshwright.train.trainer import Trainer
 from meshwright.verify.unequal import UnequalData
 
 LLAMA = ModelSpec(family="llama", vocab=37, hidden=16, layers=2, heads=2, ffn=24, max_seq=32, qk_norm=True)
@@ -101,9 +101,15 @@ def test_one_ranks_bad_number_skips_the_step_on_all(ranks, value, where):
 
 def norm_of_ones(mesh, run):
     trainer = Trainer(run, mesh)
-    for unit in trainer.sharded.units:
-        unit.gradients.fill_(1.0)
-    return trainer.update(0, Totals(0.0, 1, 0.0)).grad_norm
+    finish = trainer.sharded.finish
+
+    def ones():
+        for unit in finish():
+            unit.gradients.fill_(1.0)
+            yield unit
+
+    trainer.sharded.finish = ones
+    return trainer.accumulate(data_of(run), 0).gradient_norm
 
 
 @pytest.mark.parametrize("model", [LLAMA, GPT2, LLAMA.model_copy(update={"tied": True})], ids=["llama", "gpt2", "tied"])

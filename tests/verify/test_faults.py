@@ -34,9 +34,9 @@ def scaled_by_dp(mesh):
     finish = Sharded.finish
 
     def wrong(self):
-        finish(self)
-        for unit in self.units:
+        for unit in finish(self):
             unit.gradients.div_(self.group.size)
+            yield unit
 
     return mock.patch.object(Sharded, "finish", wrong)
 
@@ -63,7 +63,7 @@ def collective_too_many(mesh):
     finish = Sharded.finish
 
     def wrong(self):
-        finish(self)
+        yield from finish(self)
         self.group.all_reduce(torch.zeros(4), reason="zero.reduce", phase="backward")
 
     return mock.patch.object(Sharded, "finish", wrong)
@@ -94,21 +94,25 @@ def stale_buffer(mesh):
 
 
 def reduced_too_early(mesh):
-    """Each unit is reduced one gradient before its last."""
-    last_micro = Sharded.last_micro
+    """Each unit is reduced one gradient before its last. Waited for at once, so that the outcome is no race."""
+    last_micro, reduce = Sharded.last_micro, Sharded._reduce
 
     def wrong(self):
         last_micro(self)
         for unit in self.units:
             unit.missing -= len(unit.members) > 1
 
-    return mock.patch.object(Sharded, "last_micro", wrong)
+    def at_once(self, unit):
+        reduce(self, unit)
+        unit.pending.wait()
+
+    return mock.patch.multiple(Sharded, last_micro=wrong, _reduce=at_once)
 
 
 def norm_of_one_unit(mesh):
     """Clipping by the norm of a part of the parameters."""
-    norm = Trainer._norm
-    return mock.patch.object(Trainer, "_norm", lambda self, gradients: norm(self, gradients[:2]))
+    norm = trainer_module.global_norm
+    return mock.patch.object(trainer_module, "global_norm", lambda gradients: norm(list(gradients)[:2]))
 
 
 def buffer_held_twice(mesh):

@@ -120,11 +120,12 @@ class Sharded:
         for unit in self._order:
             unit.missing = len(unit.members)
 
-    def finish(self) -> None:
-        """Reduce what is not yet reduced and wait for all of it.
+    def finish(self) -> Iterator[Unit]:
+        """Reduce what is not yet reduced, and yield each unit once its sum is there.
 
-        A parameter that got no gradient on this rank counts as zero. A rank that had nothing to compute calls this
-        alone and takes part in every reduction.
+        Exhaust it: the caller works on the units that are there while the others are still on the wire. A parameter
+        that got no gradient on this rank counts as zero. A rank that had nothing to compute calls this alone and
+        takes part in every reduction.
         """
         for unit in self._order[self._next :]:
             for member in unit.members:
@@ -137,6 +138,7 @@ class Sharded:
             if unit.pending is not None:
                 unit.pending.wait()
                 unit.pending = None
+            yield unit
 
     # -- what others read ---------------------------------------------------------------------------------------
 

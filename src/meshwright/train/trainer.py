@@ -6,6 +6,7 @@ The loop around it, checkpoints and metrics are elsewhere; proofs and benchmarks
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +33,8 @@ class Totals:
 
     loss_sum: float
     tokens: int
-    stop: float  # sum over ranks of what each passed as `stop`
+    stop: float = 0.0  # sum over ranks of what each passed as `stop`
+    gradient_norm: float = 0.0  # of the sums, over all parameters, each distinct one counted once
 
     @property
     def loss(self) -> float:
@@ -91,11 +93,11 @@ class Trainer:
                 self.sharded.last_micro()
             if places:
                 loss.backward()
-        self.sharded.finish()
+        norm = global_norm(unit.gradients for unit in self.sharded.finish())
         assert pending is not None
         pending.wait()
         loss_sum, tokens_seen, stops = totals.tolist()
-        return Totals(loss_sum, int(tokens_seen), stops)
+        return Totals(loss_sum, int(tokens_seen), stops, norm)
 
     def update(self, step: int, totals: Totals) -> Update:
         """Divide the gradients by the valid tokens, clip them by global norm, and update; or skip a non-finite step.
@@ -104,8 +106,7 @@ class Trainer:
         moments are as before it.
         """
         lr = lr_at(self.run, step)
-        gradients = [unit.gradients for unit in self.sharded.units if unit.trainable]
-        norm = self._norm(gradients) / max(totals.tokens, 1)
+        norm = totals.gradient_norm / max(totals.tokens, 1)
         if not (math.isfinite(norm) and math.isfinite(totals.loss_sum)):
             return Update(norm, lr, skipped=True)
         clip = self.run.optimizer.clip
@@ -126,10 +127,11 @@ class Trainer:
             totals[0] += self.model(tokens, targets)
             totals[1] += (targets != -100).sum()
         group.all_reduce(totals, reason="validation.metrics", phase="forward")
-        loss_sum, tokens_seen, stop = totals.tolist()
-        return Totals(loss_sum, int(tokens_seen), stop)
+        loss_sum, tokens_seen, _ = totals.tolist()
+        return Totals(loss_sum, int(tokens_seen))
 
-    def _norm(self, gradients: list[Tensor]) -> float:
-        """L2 norm over all parameters, each distinct one counted once. At ZeRO 0 every rank holds all of them."""
-        norms = torch.stack([torch.linalg.vector_norm(g) for g in gradients]).double()
-        return float(torch.linalg.vector_norm(norms))
+
+def global_norm(gradients: Iterable[Tensor]) -> float:
+    """L2 norm over all parameters. At ZeRO 0 every rank holds each of them once, so nothing is exchanged."""
+    norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
+    return float(torch.linalg.vector_norm(torch.stack(norms).double())) if norms else 0.0
