@@ -14,11 +14,11 @@ from meshwright.spec.run import Batch, RunSpec
 def test_the_demo_run() -> None:
     prediction = predict(RunSpec())
     assert prediction.layout.world == 2
-    assert prediction.parameters.total == sum(prediction.parameters.units.values()) == 1_722_048
+    assert prediction.parameters.total == sum(prediction.parameters.units.values()) == 1_220_000
     assert prediction.tokens_per_step == 32 * 256
     assert prediction.micro_batches == 4
     assert prediction.idle_ranks == ()
-    assert prediction.wire_per_step == 4 * 1_722_048 + 24
+    assert prediction.wire_per_step == 4 * 1_220_000 + 24
 
 
 def test_uneven_parts_report_the_rank_that_holds_most() -> None:

@@ -49,9 +49,10 @@ steps: 2e2
     )
     assert run == RunSpec(
         layout=Layout(dp=2, order=("dp", "tp", "cp", "pp")),
-        optimizer=Optimizer(clip=None),
+        optimizer=Optimizer(lr=1e-3, clip=None),
         lr_schedule=LrSchedule(decay="constant", decay_steps=10),
-        checkpoint=Checkpoint(resume=50),
+        checkpoint=Checkpoint(every=50, resume=50),
+        steps=200,
     )
 
 

@@ -66,45 +66,90 @@ def metrics(folder: Path, split: str = "train") -> list[dict]:
     return [line for line in lines if line["split"] == split]
 
 
-def ranks_of(process: subprocess.Popen) -> list[int]:
-    found = subprocess.run(["pgrep", "-f", f"meshwright.train.rank.*{'train'}"], capture_output=True, text=True, check=False)
-    return [pid for pid in map(int, found.stdout.split()) if parent(pid) == process.pid]
+def children(process: subprocess.Popen) -> list[int]:
+    """The ranks' process ids, in order of rank."""
+    found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=False)
+    return sorted(map(int, found.stdout.split()))
 
 
-def parent(pid: int) -> int:
-    try:
-        return int(re.search(r"PPid:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1])
-    except FileNotFoundError:
-        return 0
+def interrupted(folder: Path, number: signal.Signals, *fields: str, after: str = "step 5/") -> tuple[int, str, str]:
+    process = start(folder, *fields)
+    wait_for(process, after)
+    process.send_signal(number)
+    return finish(process)
 
 
 def test_an_interrupted_run_goes_on_to_the_same_numbers(folder, tmp_path_factory):
-    """Interrupted, then terminated, then finished: bit for bit the run that nobody disturbed, no step told twice."""
-    quiet = tmp_path_factory.mktemp("quiet")
-    (quiet / "text.txt").write_text((folder / "text.txt").read_text())
-    undisturbed = start(quiet, "steps=4000", "validation.every=0", "checkpoint.every=0")
-    process = start(folder, "steps=4000", "validation.every=0", "checkpoint.every=0")
-    reached = []
-    for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
-        wait_for(process, "step " if not reached else "resumed after step")
-        time.sleep(0.5)
-        process.send_signal(number)
-        status, _, err = finish(process)
-        assert status == code, err
-        assert "Traceback" not in err
-        reached.append(checkpoint.steps(folder / "run" / "checkpoints")[-1])
-        process = start(folder, "steps=4000", "validation.every=0", "checkpoint.every=0")
-    assert 0 < reached[0] < reached[1] < 4000, reached
-    undisturbed.send_signal(signal.SIGINT)
-    undisturbed.wait(60)
-    process.send_signal(signal.SIGTERM)
-    finish(process)
-    last = reached[1]
-    again = start(quiet, f"steps={last}", "lr_schedule={decay: constant, decay_steps: 0}", "out=again", "checkpoint.every=0")
-    again.kill()
-    steps = [line["step"] for line in metrics(folder) if line["step"] <= last]
-    assert steps == list(range(1, last + 1))
-    expected = {line["step"]: line["loss"] for line in metrics(quiet)}
-    shared = [line for line in metrics(folder) if line["step"] in expected]
-    assert len(shared) > 3
-    assert all(line["loss"] == expected[line["step"]] for line in shared)
+    """Interrupted by SIGINT, then finished: bit for bit the run that nobody disturbed, and no step told twice."""
+    undisturbed = tmp_path_factory.mktemp("undisturbed")
+    (undisturbed / "text.txt").write_text((folder / "text.txt").read_text())
+    code, out, err = finish(start(undisturbed, "steps=600", "checkpoint.every=300"))
+    assert code == 0, err
+    assert "bigrams" in out and "sample:" in out
+
+    code, _, err = interrupted(folder, signal.SIGINT, "steps=600", "checkpoint.every=300")
+    assert code == 130, err
+    assert "Traceback" not in err and "stopped after step" in err
+    reached = checkpoint.steps(folder / "run" / "checkpoints")[-1]
+    assert 5 <= reached < 600
+    code, _, err = finish(start(folder, "steps=600", "checkpoint.every=300"))
+    assert code == 0, err
+    assert f"resumed after step {reached}" in err
+    for split in ("train", "validation"):
+        ours, theirs = metrics(folder, split), metrics(undisturbed, split)
+        assert [line["step"] for line in ours] == [line["step"] for line in theirs]
+        assert [line["loss"] for line in ours] == [line["loss"] for line in theirs]
+    ours, theirs = parameters(folder, 600), parameters(undisturbed, 600)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_sigterm_to_one_rank_saves_and_ends_all(folder):
+    process = start(folder, "steps=100000")
+    wait_for(process, "step 5/")
+    os.kill(children(process)[-1], signal.SIGTERM)
+    code, _, err = finish(process)
+    assert code == 143, err
+    assert checkpoint.newest(folder / "run" / "checkpoints").step >= 5
+
+
+def test_a_killed_rank_ends_all_and_is_named(folder):
+    process = start(folder, "steps=100000", "checkpoint.every=4")
+    wait_for(process, "saved")
+    ranks = children(process)
+    assert len(ranks) == 2
+    os.kill(ranks[1], signal.SIGKILL)
+    began = time.monotonic()
+    code, _, err = finish(process)
+    assert time.monotonic() - began < 15
+    assert code == 1
+    assert re.search(r"rank 1 was killed by SIGKILL.* at step \d+", err), err
+    assert "Traceback" not in err
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    assert checkpoint.newest(folder / "run" / "checkpoints").step % 4 == 0
+
+
+def test_a_run_that_diverges_stops_in_words(folder):
+    code, _, err = finish(start(folder, "steps=50", "optimizer.lr=1e30", "max_skips=2", "lr_schedule.warmup=0"))
+    assert code == 1
+    assert "not finite in 3 steps in a row (max_skips=2)" in err and "Traceback" not in err
+    assert err.count("skipped on all ranks") == 3
+
+
+def test_a_checkpoint_of_another_model_is_refused_once(folder):
+    assert finish(start(folder, "steps=2"))[0] == 0
+    code, _, err = finish(start(folder, "steps=3", "model.ffn=32"))
+    assert code == 2
+    assert err.count("another model: model.ffn=24 (this run: 32)") == 1 and "Traceback" not in err
+
+
+def test_torchrun_joins(folder):
+    (folder / "run.yaml").write_text("\n".join(field.replace("=", ": ", 1) for field in FIELDS[:4]) + "\nout: run\n")
+    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "-m", "meshwright", "train")
+    process = subprocess.Popen(
+        [sys.executable, *command, "run.yaml", "steps=3"],
+        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    code, _, err = finish(process)
+    assert code == 0, err
+    assert "dp=3" in err and [line["step"] for line in metrics(folder)] == [1, 2, 3]

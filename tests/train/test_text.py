@@ -267,6 +267,17 @@ def test_tokenizers_that_do_not_fit(book: Path, tokenizer: Path, tmp_path: Path,
         prepare(data(book, tokenizer=str(book)), 256, out)
 
 
+def test_text_that_is_not_utf8(shelf: Path, tokenizer: Path, out: Path) -> None:
+    """Only bytes take it: a tokenizer would be trained on replacement characters, and nobody told."""
+    latin = shelf / "3.txt"
+    latin.write_bytes("a café".encode("latin-1"))
+    for path in (latin, shelf):
+        with refused("data.path", "3.txt is not UTF-8", "byte 5"):
+            prepare(data(path, tokenizer=str(tokenizer), held_out=0), 300, out)
+    assert list(out.iterdir()) == []
+    assert tokens(prepare(data(latin, held_out=0), 256, out).train)[-1] == 0xE9
+
+
 def test_a_folder_that_cannot_be_written(book: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with refused("out", "cannot be written"):

@@ -223,5 +223,5 @@ def test_options_changed_since_a_checkpoint_are_told():
     trainer = alone(run_of(LLAMA, 1))
     about = state.meta(trainer, 1, 0)
     changed = trainer.run.model_copy(update={"optimizer": Optimizer(lr=0.5)})
-    assert state.changed_options(changed, about) == ["optimizer.lr: 0.001 → 0.5"]
+    assert state.changed_options(changed, about) == ["optimizer.lr: 0.003 → 0.5"]
     assert state.changed_options(trainer.run, about) == []

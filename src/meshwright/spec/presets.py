@@ -33,7 +33,7 @@ def _llama3(layers: int, hidden: int, heads: int, ffn: int, scaled: bool = False
 
 PRESETS: dict[str, ModelSpec] = {
     "llama-tiny": ModelSpec(
-        family="llama", vocab=256, hidden=192, layers=4, heads=6, kv_heads=3, ffn=512, max_seq=2048
+        family="llama", vocab=256, hidden=160, layers=4, heads=4, kv_heads=2, ffn=432, max_seq=2048
     ),
     "gpt2-tiny": ModelSpec(family="gpt2", vocab=256, hidden=192, layers=4, heads=6, max_seq=1024),
     "gpt2": _gpt2(12, 768, 12),

@@ -40,7 +40,9 @@ class Batch(Part):
 class Optimizer(Part):
     """AdamW."""
 
-    lr: Annotated[float, Field(gt=0)] = Field(1e-3, description="highest learning rate")
+    lr: Annotated[float, Field(gt=0)] = Field(
+        3e-3, description="highest learning rate; the default suits the demo's small model, large ones want a tenth"
+    )
     weight_decay: Annotated[float, Field(ge=0)] = Field(0.1, description="decay of matrices; vectors never decay")
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         (0.9, 0.95), description="decay of the two moments"
@@ -107,7 +109,7 @@ class RunSpec(Part):
     )
     optimizer: Optimizer = Field(Optimizer(), description="AdamW")
     lr_schedule: LrSchedule = Field(LrSchedule(), description="learning rate by step")
-    steps: Count = Field(200, description="optimizer steps")
+    steps: Count = Field(120, description="optimizer steps")
     max_skips: Annotated[int, Field(ge=0)] = Field(
         3, description="non-finite steps skipped in a row before the run stops"
     )

@@ -1,10 +1,11 @@
 """Checkpoints that are whole or absent: a folder a step, written aside, flushed, and put in place by one rename.
 
     checkpoints/step-00000050/tensors.safetensors    every tensor by name
-    checkpoints/step-00000050/meta.json              step and run, with the tensors' size and checksum
+    checkpoints/step-00000050/meta.json              step and run, the tensors' size and checksum, and its own checksum
 
 A process that dies anywhere in `save` leaves the former checkpoints as they were, and a hidden folder that the next
-save clears away. Nothing is ever pickled.
+save clears away. A step that is saved again is moved to "former-step-…" first, and counts there until its successor
+is in place. Nothing is ever pickled.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from meshwright.spec.errors import RunError
+from meshwright.train import tensorfile
 
 TENSORS, META = "tensors.safetensors", "meta.json"
 _NAME = re.compile(r"step-(\d{8,})")
-_ASIDE = ".saving-"
+_ASIDE = re.compile(r"\.saving-(\d+)-.*")  # the process that writes or removes it, and what
+_FORMER = "former-"
 
 
 class CheckpointError(RunError):
@@ -45,16 +48,17 @@ class Newest:
 
 
 def path(folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` lies."""
-    return folder / f"step-{step:08d}"
+    """Where the checkpoint of `step` lies, or would lie."""
+    place, former = _place(folder, step), _former(folder, step)
+    return former if former.exists() and not place.exists() else place
 
 
 def steps(folder: Path) -> list[int]:
     """Steps that have a checkpoint, ascending; whether each is whole is `load`'s to find out."""
     if not folder.is_dir():
         return []
-    matches = (_NAME.fullmatch(entry.name) for entry in folder.iterdir() if entry.is_dir())
-    return sorted(int(match[1]) for match in matches if match)
+    names = (entry.name.removeprefix(_FORMER) for entry in folder.iterdir() if entry.is_dir())
+    return sorted({int(match[1]) for match in map(_NAME.fullmatch, names) if match})
 
 
 def save(folder: Path, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], keep: int) -> Path:
@@ -63,19 +67,20 @@ def save(folder: Path, step: int, tensors: Mapping[str, Tensor], meta: Mapping[s
     `meta` must be JSON. Saving a step again replaces it. Raises CheckpointError where the file system refuses
     (disk full, no permission); what was written of this checkpoint is removed then.
     """
-    aside = folder / f"{_ASIDE}{step:08d}"
+    place = _place(folder, step)
+    aside = _aside(place)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _clear_leftovers(folder)
         aside.mkdir()
         _write(aside, tensors, meta)
-        _put_in_place(folder, aside, path(folder, step))
-    except (OSError, SafetensorError) as error:
+        _put_in_place(aside, place, _former(folder, step))
+    except OSError as error:
         shutil.rmtree(aside, ignore_errors=True)
-        raise CheckpointError(f"{path(folder, step)} could not be written: {error}") from error
+        raise CheckpointError(f"{place} could not be written: {error}") from error
     for old in [s for s in steps(folder) if s != step][::-1][keep - 1 :]:
         _remove(path(folder, old))
-    return path(folder, step)
+    return place
 
 
 def load(where: Path, device: torch.device | str = "cpu") -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -107,8 +112,10 @@ def set_aside(folder: Path, after: int) -> list[int]:
     Returns their steps. They keep their content, as "superseded-step-…".
     """
     beyond = [step for step in steps(folder) if step > after]
+    if beyond:
+        _clear_leftovers(folder)
     for step in beyond:
-        place = path(folder, step)
+        place = _place(folder, step)
         away = place.with_name(f"superseded-{place.name}")
         number = 1
         while away.exists():
@@ -118,29 +125,46 @@ def set_aside(folder: Path, after: int) -> list[int]:
     return beyond
 
 
+def _place(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
+
+
+def _former(folder: Path, step: int) -> Path:
+    return folder / f"{_FORMER}step-{step:08d}"
+
+
+def _aside(place: Path, what: str = "") -> Path:
+    return place.with_name(f".saving-{os.getpid()}-{what}{place.name}")
+
+
 def _write(aside: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-    # Copies only where a tensor is not contiguous or shares its storage, which the format cannot express.
-    save_file({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}, aside / TENSORS)
-    _flush(aside / TENSORS)
-    size, checksum = _digest(aside / TENSORS)
+    size, checksum = tensorfile.write(aside / TENSORS, tensors)
+    about = {"meta": dict(meta), "bytes": size, "crc32": checksum}
     with open(aside / META, "w", encoding="utf-8") as file:
-        json.dump({"meta": dict(meta), "bytes": size, "crc32": checksum}, file)
+        json.dump(about | {"meta_crc32": _meta_checksum(about)}, file)
         file.flush()
         os.fsync(file.fileno())
     _flush(aside)
 
 
-def _put_in_place(folder: Path, aside: Path, place: Path) -> None:
-    if place.exists():
-        # Two renames: between them the step is absent, and an older or no checkpoint is found instead.
-        _remove(place)
+def _meta_checksum(about: Mapping[str, Any]) -> int:
+    """CRC-32 of what JSON makes of `about`, whatever the order of its keys."""
+    return zlib.crc32(json.dumps(json.loads(json.dumps(about)), sort_keys=True).encode())
+
+
+def _put_in_place(aside: Path, place: Path, former: Path) -> None:
+    again = place.exists()
+    if again:
+        os.rename(place, former)
     os.rename(aside, place)
-    _flush(folder)
+    _flush(place.parent)
+    if again:
+        _remove(former)
 
 
 def _remove(place: Path) -> None:
     """Take a checkpoint away: renamed first, so that a half-removed one is never mistaken for a damaged one."""
-    away = place.with_name(f"{_ASIDE}old-{place.name}")
+    away = _aside(place, "old-")
     with contextlib.suppress(OSError):
         shutil.rmtree(away, ignore_errors=True)
         os.rename(place, away)
@@ -148,40 +172,55 @@ def _remove(place: Path) -> None:
 
 
 def _clear_leftovers(folder: Path) -> None:
+    """Finish what processes that died have begun; leave alone what belongs to one that lives."""
     for entry in folder.iterdir():
-        if entry.name.startswith(_ASIDE):
+        if (match := _ASIDE.fullmatch(entry.name)) and not _lives(int(match[1])):
             shutil.rmtree(entry, ignore_errors=True)
+    for step in steps(folder):
+        place, former = _place(folder, step), _former(folder, step)
+        if former.exists():
+            if place.exists():
+                _remove(former)
+            else:
+                os.rename(former, place)
+
+
+def _lives(process: int) -> bool:
+    """Whether another process of this number is there: what this one left over is of a save that failed."""
+    if process == os.getpid():
+        return False
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _read_meta(where: Path) -> dict[str, Any]:
     try:
-        meta = json.loads((where / META).read_text(encoding="utf-8"))
-        assert {"meta", "bytes", "crc32"} <= set(meta)
-        return dict(meta)
+        about = json.loads((where / META).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise RunError(f"{where / META} is missing") from error
-    except (OSError, ValueError, AssertionError) as error:
-        raise RunError(f"{where / META} is damaged") from error
+    except (OSError, ValueError) as error:
+        raise RunError(f"{where / META} is damaged or cannot be read: {error}") from error
+    if not isinstance(about, dict) or about.keys() != {"meta", "bytes", "crc32", "meta_crc32"}:
+        raise RunError(f"{where / META} is damaged: it is no checkpoint's")
+    if about.pop("meta_crc32") != _meta_checksum(about):
+        raise RunError(f"{where / META} is damaged: its checksum is not what was written")
+    return about
 
 
 def _check(where: Path, meta: Mapping[str, Any]) -> None:
     try:
-        size, checksum = _digest(where / TENSORS)
+        size, checksum = tensorfile.checksum(where / TENSORS)
     except OSError as error:
         raise RunError(f"{where / TENSORS} is missing or cannot be read: {error}") from error
     if size != meta["bytes"]:
         raise RunError(f"{where / TENSORS} is damaged: {size} bytes, {meta['bytes']} were written")
     if checksum != meta["crc32"]:
         raise RunError(f"{where / TENSORS} is damaged: its checksum is not what was written")
-
-
-def _digest(file: Path) -> tuple[int, int]:
-    size = checksum = 0
-    with open(file, "rb") as stream:
-        while chunk := stream.read(1 << 22):
-            size += len(chunk)
-            checksum = zlib.crc32(chunk, checksum)
-    return size, checksum
 
 
 def _flush(what: Path) -> None:

@@ -19,7 +19,8 @@ class Dataset:
     is split over ranks. The last sample may be short: it is padded, and its missing targets are IGNORE. Every token
     but the first is a target exactly once an epoch.
 
-    An epoch's order is a seeded permutation: 8 bytes a sample, drawn when the epoch is first asked for.
+    An epoch's order is a seeded permutation, drawn when the epoch is first asked for. It takes 8 bytes a sample, and
+    up to two epochs' are kept.
     """
 
     def __init__(self, path: Path, seq_len: int, seed: int) -> None:

@@ -182,7 +182,14 @@ def _documents(files: Sequence[_File], tokenizer: Tokenizer) -> Iterator[NDArray
             content = file.path.read_bytes()
         except OSError as error:
             raise UserError(f"data.path: {file.path}: {_words(error)}; remove it or make it readable") from None
-        yield tokenizer.encode_bytes(content)
+        try:
+            tokens = tokenizer.encode_bytes(content)
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"data.path: {file.path} is not UTF-8 text, byte {error.start} cannot be read; "
+                "convert it, leave it out, or use data.tokenizer=bytes"
+            ) from None
+        yield tokens
 
 
 # -- token files ----------------------------------------------------------------------------------------------------

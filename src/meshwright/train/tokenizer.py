@@ -29,7 +29,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_bytes(self, content: bytes) -> NDArray[np.integer]:
-        """The ids of a document's bytes, UTF-8 where it matters, integers [T]."""
+        """The ids of a document's bytes, integers [T]. Raises UnicodeDecodeError where it needs UTF-8 and has none."""
 
     @abstractmethod
     def decode(self, ids: list[int]) -> str:
@@ -117,7 +117,7 @@ class File(Tokenizer):
             )
 
     def encode_bytes(self, content: bytes) -> NDArray[np.integer]:
-        text = content.decode("utf-8", errors="replace")
+        text = content.decode("utf-8")
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
 
     def decode(self, ids: list[int]) -> str:
