@@ -78,7 +78,7 @@ class Validation(Part):
     """How often the held-out text is scored."""
 
     every: Annotated[int, Field(ge=0)] = Field(
-        50, description="steps between validations, and after the last; 0: never"
+        25, description="steps between validations, and after the last; 0: never"
     )
     sequences: Count = Field(64, description="held-out sequences scored, always the same ones")
 
@@ -87,7 +87,7 @@ class Checkpoint(Part):
     """When the run is saved, and whether it goes on from what is saved."""
 
     every: Annotated[int, Field(ge=0)] = Field(
-        50, description="steps between checkpoints, and after the last; 0: never"
+        25, description="steps between checkpoints, and after the last; 0: never"
     )
     keep: Count = Field(2, description="newest checkpoints kept")
     resume: Literal["auto", "never"] | Annotated[int, Field(ge=0)] = Field(
@@ -109,7 +109,7 @@ class RunSpec(Part):
     )
     optimizer: Optimizer = Field(Optimizer(), description="AdamW")
     lr_schedule: LrSchedule = Field(LrSchedule(), description="learning rate by step")
-    steps: Count = Field(120, description="optimizer steps")
+    steps: Count = Field(100, description="optimizer steps")
     max_skips: Annotated[int, Field(ge=0)] = Field(
         3, description="non-finite steps skipped in a row before the run stops"
     )
