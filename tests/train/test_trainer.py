@@ -78,11 +78,11 @@ def step_with_poison(mesh, run, value, where):
     for step in range(3):
         handle = None
         if step == 1 and mesh.rank == 1:
-            module = trainer.model.model.norm if where == "gradient" else trainer.model
-            hook = (lambda *_: None) if where == "gradient" else (lambda m, args, out: out * value)
-            handle = module.register_forward_hook(hook)
             if where == "gradient":
-                handle = module.weight.register_hook(lambda gradient: torch.full_like(gradient, value))
+                weight = trainer.model.model.norm.weight
+                handle = weight.register_hook(lambda gradient: torch.full_like(gradient, value))
+            else:
+                handle = trainer.model.register_forward_hook(lambda module, args, loss: loss * value)
         before = snapshot(trainer)
         update = trainer.update(step, trainer.accumulate(data, step))
         changed = any(not torch.equal(before[n], t) for n, t in snapshot(trainer).items())

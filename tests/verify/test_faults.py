@@ -170,3 +170,11 @@ def test_a_tensor_that_a_rank_lacks_is_a_difference(ranks):
     del incomplete.tensors["gradient/1/lm_head.weight"]
     report = judge(RUN, STEPS, [incomplete], expected)
     assert [c.name for c in report.tensors if not c.passed] == ["lm_head.weight"]
+
+
+def test_a_tensor_that_only_a_rank_has_is_a_difference(ranks):
+    expected = reference(RUN, proof_data(RUN), STEPS)
+    surplus = reference(RUN, proof_data(RUN), STEPS)
+    surplus.tensors["parameter/1/lm_head.copy"] = surplus.tensors["parameter/1/lm_head.weight"]
+    report = judge(RUN, STEPS, [surplus], expected)
+    assert [c.name for c in report.tensors if not c.passed] == ["lm_head.copy"]

@@ -41,8 +41,12 @@ def run_rank(run: RunSpec, *, quiet: bool = False) -> int:
         device = runtime.pick_device(run.device, runtime.place().local_rank)
         runtime.init(device, run.comm_timeout)
         mesh = Mesh.create(run.layout, device=device, timeout=run.comm_timeout)
-        code = Loop(run, mesh, stop, quiet).run()
+        loop = Loop(run, mesh, stop, quiet)
+        code = loop.run()
         runtime.shutdown()
+        if code == OK and loop.lead:
+            # After the others have been let go: nothing here can keep them waiting or fail a run that is done.
+            loop.farewell()
     return code
 
 
@@ -90,9 +94,11 @@ class Loop:
         self.mesh.world_group.broadcast(chosen, 0, reason="checkpoint.choose", phase="step")
         step = int(chosen)
         if step < 0:
+            self._set_aside(after=-1)
             return 0
         saved, about = checkpoint.load(checkpoint.path(self.folder / "checkpoints", step))
         state.restore(self.trainer, saved, about)
+        self._set_aside(after=step)
         self.tokens_seen = int(about["tokens"])
         self.progress.message(f"resumed after step {step} from {self.folder / 'checkpoints'}")
         for change in state.changed_options(self.run_spec, about):
@@ -107,15 +113,18 @@ class Loop:
             for skipped in newest.skipped:
                 self.progress.message(f"warning: passed over a damaged checkpoint: {skipped}")
             if newest.step is None:
-                self.progress.message(f"starting fresh: no checkpoint in {folder}")
+                self.progress.message(f"starting fresh: no {'whole ' * bool(newest.skipped)}checkpoint in {folder}")
             return -1 if newest.step is None else newest.step
         if resume != "never" and resume not in checkpoint.steps(folder):
             there = ", ".join(map(str, checkpoint.steps(folder))) or "none"
             raise UserError(f"checkpoint.resume={resume}: no such checkpoint in {folder}; those there are: {there}")
-        step = -1 if resume == "never" else int(resume)
-        for superseded in checkpoint.set_aside(folder, after=step):
-            self.progress.message(f"set aside the checkpoint of step {superseded}, which this run does not go on from")
-        return step
+        return -1 if resume == "never" else int(resume)
+
+    def _set_aside(self, after: int) -> None:
+        """Keep checkpoints that this run does not go on from out of its way; none is removed."""
+        if self.lead:
+            for step in checkpoint.set_aside(self.folder / "checkpoints", after):
+                self.progress.message(f"set aside the checkpoint of step {step}, which this run does not go on from")
 
     # -- steps ------------------------------------------------------------------------------------------------
 
@@ -126,10 +135,9 @@ class Loop:
             self.progress,
         ):
             self._write_run()
-            code = self._steps(start)
-        if code == OK and self.lead:
-            self._farewell()
-        return code
+            if start >= self.run_spec.steps:
+                self.progress.message(f"nothing to do: step {start} of {self.run_spec.steps} is reached; raise steps")
+            return self._steps(start)
 
     def _steps(self, start: int) -> int:
         for step in range(start, self.run_spec.steps):
@@ -140,9 +148,9 @@ class Loop:
             self._count(step, totals, update)
             seconds = time.perf_counter() - began
             self._record(step + 1, totals, update, seconds, self.mesh.ledger.blocked_seconds - blocked)
-            self._validate(step + 1)
             stopping = totals.stop > 0
-            self._save(step + 1, stopping)
+            self._save(step + 1, stopping)  # first, in case whoever asked to stop is short of patience
+            self._validate(step + 1)
             if stopping and step + 1 < self.run_spec.steps:
                 self.progress.message(f"stopped after step {step + 1}, as asked; the same command goes on from here")
                 return TERMINATED if totals.stop >= STOP_VALUES[signal.SIGTERM] else INTERRUPTED
@@ -220,12 +228,16 @@ class Loop:
     # -- end --------------------------------------------------------------------------------------------------
 
     def _write_run(self) -> None:
-        if self.lead:
-            draft = self.folder / "run.yaml.tmp"
+        if not self.lead:
+            return
+        draft = self.folder / "run.yaml.tmp"
+        try:
             draft.write_text(dump_run(self.run_spec), encoding="utf-8")
             draft.replace(self.folder / "run.yaml")
+        except OSError as error:
+            self.progress.message(f"warning: {self.folder / 'run.yaml'} could not be written: {error}")
 
-    def _farewell(self) -> None:
+    def farewell(self) -> None:
         """What a person wants to see at the end: the losses beside a baseline, a sample, and where things are."""
         lines: list[str] = []
         if self.validation_loss is not None and self.held_out is not None and self.prepared.held_out is not None:
@@ -238,7 +250,10 @@ class Loop:
             if baseline is not None:
                 lines.append(f"bigrams         {baseline:.4f} on the same held-out text, counted on the training text")
         if self.run_spec.model.causal:
-            lines += ["sample:", self._sample()]
+            try:
+                lines += ["sample:", self._sample()]
+            except RunError as error:
+                lines.append(f"no sample: {error}")
         lines.append(f"checkpoints     {self.folder / 'checkpoints'}")
         lines.append(f"metrics         {self.folder / 'metrics.jsonl'} (and for TensorBoard in {self.folder})")
         print("\n".join(lines), file=sys.stdout, flush=True)

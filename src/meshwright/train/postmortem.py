@@ -5,6 +5,7 @@ The evidence is what a dead rank leaves: its exit status, its error file, its bl
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 from collections.abc import Mapping, Sequence
@@ -118,8 +119,9 @@ class Failed:
             lines += ["", *trace.rstrip().splitlines()]
         elif trace and first.error.get("kind") == "bug":
             path = evidence.logs / f"rank{first.rank}.traceback.txt"
-            path.write_text(trace, encoding="utf-8")
-            lines.append(f"  traceback: {path}")
+            with contextlib.suppress(OSError):  # a full disk must not hide the report
+                path.write_text(trace, encoding="utf-8")
+                lines.append(f"  traceback: {path}")
         if tail := evidence.tail(first.rank):
             lines += [f"  last lines of {evidence.log(first.rank)}:", *(f"    {line}" for line in tail)]
         elif evidence.log(first.rank):

@@ -16,6 +16,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.model.build import build
 from meshwright.model.dropout import DropoutKey
 from meshwright.model.init import fill_, initial
+from meshwright.model.loss import IGNORE
 from meshwright.parallel import zero
 from meshwright.parallel.placement import Placement
 from meshwright.spec.batch import micro_batches, part
@@ -86,7 +87,7 @@ class Trainer:
                 rows = torch.arange(places.start, places.stop, device=self.mesh.device)
                 loss = self.model(tokens, targets, dropout=DropoutKey(self.run.seed, step, rows))
                 totals[0] += loss.detach()
-                totals[1] += (targets != -100).sum()
+                totals[1] += (targets != IGNORE).sum()
             if last:
                 # Before the last backward, so that the reductions it starts come after this one on every rank.
                 pending = group.all_reduce(totals, reason="step.metrics", phase="step", async_=True)
@@ -125,7 +126,7 @@ class Trainer:
             chosen = ids[start : min(start + self.run.batch.micro, mine.stop)]
             tokens, targets = (t.to(self.mesh.device) for t in data.batch(chosen))
             totals[0] += self.model(tokens, targets)
-            totals[1] += (targets != -100).sum()
+            totals[1] += (targets != IGNORE).sum()
         group.all_reduce(totals, reason="validation.metrics", phase="forward")
         loss_sum, tokens_seen, _ = totals.tolist()
         return Totals(loss_sum, int(tokens_seen))

@@ -60,6 +60,11 @@ def compare_tensors(ranks: Sequence[Evidence], reference: Evidence, bound: float
         for rank, evidence in enumerate(ranks):
             figures = _figures(evidence.tensors.get(key), expected, scales[f"{kind}/{step}"])
             all_of.setdefault((kind, name), []).append(Comparison(kind, name, rank, int(step), *figures))
+    for rank, evidence in enumerate(ranks):
+        for key in evidence.tensors.keys() - reference.tensors.keys():  # a rank has what the plain model has not
+            kind, step, name = key.split("/", 2)
+            extra = Comparison(kind, name, rank, int(step), math.inf, math.nan, math.nan)
+            all_of.setdefault((kind, name), []).append(extra)
     worst = [_worst(comparisons, bound) for comparisons in all_of.values()]
     return sorted(worst, key=lambda c: (-c.difference, KINDS.index(c.kind), c.name))
 
