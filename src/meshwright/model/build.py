@@ -12,6 +12,9 @@ from meshwright.model.llama import Llama
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelSpec
 
+DTYPES = {"fp32": torch.float32, "float64": torch.float64}
+"""Parameters' dtype by the run's precision."""
+
 
 def build(
     spec: ModelSpec,

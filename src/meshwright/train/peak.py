@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from meshwright.model.build import DTYPES
 from meshwright.predict.peaks import peak
-
-DTYPES = {"fp32": torch.float32, "float64": torch.float64}
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshwright.comm.mesh import Mesh
-from meshwright.model.build import build
+from meshwright.model.build import DTYPES, build
 from meshwright.model.dropout import DropoutKey
 from meshwright.model.init import fill_, initial
 from meshwright.model.loss import IGNORE
@@ -24,8 +24,6 @@ from meshwright.spec.run import RunSpec
 from meshwright.train.data import Dataset
 from meshwright.train.lr import lr_at
 from meshwright.train.optimizer import FlatAdamW
-
-DTYPES = {"fp32": torch.float32, "float64": torch.float64}
 
 
 @dataclass(frozen=True)

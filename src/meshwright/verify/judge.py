@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshwright.predict import activations as predicted_activations
-from meshwright.predict.memory import states
+from meshwright.predict.memory import saved, states
 from meshwright.predict.traffic import traffic
 from meshwright.spec.batch import micro_batches, micro_steps
 from meshwright.spec.run import RunSpec
@@ -21,8 +20,6 @@ from meshwright.verify.report import (
     check_states,
     check_traffic,
 )
-
-DTYPE_BYTES = {"fp32": 4, "float64": 8}
 
 
 def judge(run: RunSpec, steps: int, ranks: Sequence[Evidence], expected: Evidence) -> Report:
@@ -60,12 +57,7 @@ def _activations(run: RunSpec, ranks: Sequence[Evidence]) -> tuple[list[Check], 
     for rank, evidence in enumerate(ranks):
         micros = micro_batches(run.batch.sequences, run.layout.data_ranks, rank, run.batch.micro)
         rows = max(len(micro) for micro in micros)
-        foretold = (
-            predicted_activations.saved(
-                run.model, batch=rows, seq=run.data.seq_len, dtype_bytes=DTYPE_BYTES[run.precision],
-                attention=run.attention, loss=run.loss,
-            ) if rows else []
-        )  # fmt: skip
+        foretold = saved(run, rows)
         found = SavedBytes(tuple(evidence.activations))
         checks.append(check_activations(rank, sum(s.bytes for s in foretold), found.total))
         if not differences:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from meshwright.model.build import build
+from meshwright.model.build import DTYPES, build
 from meshwright.model.dropout import DropoutKey
 from meshwright.model.init import initialise_
 from meshwright.model.loss import IGNORE
@@ -18,8 +18,6 @@ from meshwright.train.data import Dataset
 from meshwright.train.lr import lr_at
 from meshwright.verify.evidence import Evidence
 from meshwright.verify.unequal import UnequalData
-
-DTYPES = {"fp32": torch.float32, "float64": torch.float64}
 
 
 def reference(run: RunSpec, data: UnequalData | Dataset, steps: int) -> Evidence:
