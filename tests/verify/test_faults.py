@@ -15,7 +15,8 @@ from meshwright.train import trainer as trainer_module
 from meshwright.train.trainer import Trainer
 from meshwright.verify.judge import judge
 from meshwright.verify.reference import reference
-from meshwright.verify.worker import collect, proof_data
+from meshwright.verify.unequal import proof_data
+from meshwright.verify.worker import collect
 
 STEPS = 2
 RUN = RunSpec(
@@ -115,16 +116,65 @@ def norm_of_one_unit(mesh):
     return mock.patch.object(trainer_module, "global_norm", lambda gradients: norm(list(gradients)[:2]))
 
 
-def buffer_held_twice(mesh):
-    """A copy of the gradients kept beside them, as an optimizer state nobody predicted."""
-    from meshwright.train.optimizer import FlatAdamW
+def copy_in_an_attribute(mesh):
+    """One rank keeps the last step's gradients of a unit on the model, where nobody looks for them."""
+    update = Trainer.update
 
-    storages = FlatAdamW.storages
+    def wrong(self, step, totals):
+        if self.mesh.rank == 1:
+            self.model.last = self.sharded.units[-1].gradients.clone()
+        return update(self, step, totals)
 
-    def wrong(self):
-        return storages(self) | {"copies": [s.segment.gradients.clone() for s in self._states]}
+    return mock.patch.object(Trainer, "update", wrong)
 
-    return mock.patch.object(FlatAdamW, "storages", wrong)
+
+def copies_in_a_closure(mesh):
+    """A hook that remembers what it has seen, step after step."""
+    init, seen = Trainer.__init__, []
+
+    def wrong(self, run, its_mesh):
+        init(self, run, its_mesh)
+        self.model.model.norm.register_forward_hook(lambda module, args, out: seen.append(out[0].detach().clone()))
+
+    return mock.patch.object(Trainer, "__init__", wrong)
+
+
+def losses_kept_with_their_graph(mesh):
+    """The oldest leak of all: a history of losses that were never detached."""
+    init = Trainer.__init__
+
+    def wrong(self, run, its_mesh):
+        init(self, run, its_mesh)
+        history = []
+        self.model.register_forward_hook(lambda module, args, loss: history.append(loss))
+
+    return mock.patch.object(Trainer, "__init__", wrong)
+
+
+def own_gradient_buffer(mesh):
+    """A parameter outside of every unit, with a gradient that only the parameter knows."""
+    init = Trainer.__init__
+
+    def wrong(self, run, its_mesh):
+        init(self, run, its_mesh)
+        stray = torch.nn.Parameter(torch.zeros(7, 11))
+        stray.sum().backward()
+        self.stray = stray
+
+    return mock.patch.object(Trainer, "__init__", wrong)
+
+
+def table_twice_as_long(mesh):
+    """The rotary table has grown to what nobody asked for."""
+    init = Trainer.__init__
+
+    def wrong(self, run, its_mesh):
+        init(self, run, its_mesh)
+        rotary = self.model.rotary
+        rotary.length *= 2
+        rotary.rebuild(mesh.device)
+
+    return mock.patch.object(Trainer, "__init__", wrong)
 
 
 def two_seeds(mesh):
@@ -144,7 +194,15 @@ FAULTS = {
     stale_buffer: ("gradient differs after step 2, on every rank: all",),
     reduced_too_early: ("gradient differs after step 1",),
     norm_of_one_unit: ("gradient norm, step 1: expected", "exp_avg differs after step 1"),
-    buffer_held_twice: ("memory: copies, bytes: predicted 0",),
+    copy_in_an_attribute: (
+        "memory: other, bytes: predicted 0, rank 1 holds 4864",
+        "memory: rank 1 holds beside what it declares: float64[608]",
+    ),
+    # Two steps of three micro-batches on rank 0, the last of them full.
+    copies_in_a_closure: ("memory: other, bytes: predicted 0, rank 0 holds 7680", "6 × float64[10, 16]"),
+    losses_kept_with_their_graph: ("memory: other, bytes: predicted 0", "6 × float64[] with its autograd graph"),
+    own_gradient_buffer: ("memory: other, bytes: predicted 0, rank 0 holds 616", "2 × float32[7, 11]"),
+    table_twice_as_long: ("memory: buffers, bytes: predicted 4096, rank 0 holds 8192",),
     two_seeds: ("parameter differs before the first step, on rank 1 only: 16 of 21 tensors",),
 }
 

@@ -11,7 +11,8 @@ from meshwright.verify.evidence import Evidence
 from meshwright.verify.judge import judge
 from meshwright.verify.reference import reference
 from meshwright.verify.report import Report
-from meshwright.verify.worker import collect, proof_data
+from meshwright.verify.unequal import proof_data
+from meshwright.verify.worker import collect
 
 LLAMA = ModelSpec(family="llama", vocab=37, hidden=24, layers=2, heads=4, kv_heads=2, ffn=40, max_seq=32)
 GPT2 = ModelSpec(family="gpt2", vocab=37, hidden=24, layers=2, heads=4, max_seq=32)

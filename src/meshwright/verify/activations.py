@@ -128,7 +128,7 @@ class _Tracker:
     events: list[tuple[Kept, int]] = field(default_factory=list)  # (kept, +1 begins or -1 ends)
 
     def exclude(self, tensor: Tensor) -> None:
-        self.excluded[_storage(tensor)] = tensor
+        self.excluded[storage_of(tensor)] = tensor
 
     def follow(self, name: str, module: nn.Module) -> Mapping[Any, Any] | list[Any]:
         """Hooks that keep the path of the module that is running. Explicit state: backward has its own threads."""
@@ -138,12 +138,11 @@ class _Tracker:
         ]
 
     def pack(self, tensor: Tensor) -> Tensor | _Holder:
-        key = _storage(tensor)
+        key = storage_of(tensor)
         if key in self.excluded:
             return tensor
         if self.holders[key] == 0:
-            what = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-            self.live[key] = Kept(self.modules[-1], what, tensor.untyped_storage().nbytes())
+            self.live[key] = Kept(self.modules[-1], describe(tensor), tensor.untyped_storage().nbytes())
             self.events.append((self.live[key], 1))
         self.holders[key] += 1
         return _Holder(self, key, tensor)
@@ -172,5 +171,11 @@ class _Tracker:
         return SavedBytes(tuple(alive.values()))
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
+    """What tells a live storage from every other."""
     return tensor.untyped_storage()._cdata
+
+
+def describe(tensor: Tensor) -> str:
+    """ "float32[2, 8, 64]"."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

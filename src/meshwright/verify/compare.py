@@ -111,7 +111,7 @@ def diagnose(comparisons: Sequence[Comparison], factors: Mapping[str, int], rank
     where = sorted({rank for c in first for rank in c.since_ranks})
     when = f"after step {step}" if step else "before the first step"
     found = [
-        f"{kind} differs {when}, on {'every rank' if len(where) == ranks else f'rank {_list(where)} only'}: "
+        f"{kind} differs {when}, on {'every rank' if len(where) == ranks else f'rank {listed(where)} only'}: "
         + _names(first, [c for c in comparisons if c.kind == kind])
     ]
     found += _wrong_scale(first, factors)
@@ -122,9 +122,8 @@ def diagnose(comparisons: Sequence[Comparison], factors: Mapping[str, int], rank
 
 
 def _order(event: tuple[str, int]) -> tuple[int, int]:
-    """Gradients of a step come before its moments, and those before the updated parameters."""
     kind, step = event
-    return step, ("gradient", "exp_avg", "exp_avg_sq", "parameter").index(kind)
+    return step, KINDS.index(kind)
 
 
 def _wrong_scale(failed: Sequence[Comparison], factors: Mapping[str, int]) -> list[str]:
@@ -140,8 +139,9 @@ def _wrong_scale(failed: Sequence[Comparison], factors: Mapping[str, int]) -> li
 def _names(some: Sequence[Comparison], of: Sequence[Comparison]) -> str:
     if len(some) == len(of):
         return f"all {len(of)} tensors"
-    return f"{len(some)} of {len(of)} tensors ({_list([c.name for c in some])})"
+    return f"{len(some)} of {len(of)} tensors ({listed([c.name for c in some])})"
 
 
-def _list(items: Sequence[object], most: int = 4) -> str:
+def listed(items: Sequence[object], most: int = 4) -> str:
+    """The first few of `items`, and a sign that there are more."""
     return ", ".join(map(str, items[:most])) + (", …" if len(items) > most else "")

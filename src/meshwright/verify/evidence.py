@@ -12,7 +12,8 @@ from torch import Tensor
 from meshwright.spec.traffic import TrafficKey, TrafficRow
 from meshwright.verify.activations import Kept
 
-KINDS = ("gradient", "parameter", "exp_avg", "exp_avg_sq")
+KINDS = ("gradient", "exp_avg", "exp_avg_sq", "parameter")
+"""In the order in which a step computes them."""
 
 
 @dataclass
@@ -21,7 +22,8 @@ class Evidence:
 
     `tensors` maps "kind/step/name" to a copy of the tensor after that step ("parameter/0/…" is before the first;
     gradients are before clipping, divided by the valid tokens). `traffic` holds the ledger's rows of each step,
-    `states` bytes held by category, `activations` what the forward of the largest micro-batch keeps for backward.
+    `states` bytes held by category after the last step, `undeclared` what is held in no category, `activations` what
+    the forward of the largest micro-batch keeps for backward.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -30,6 +32,7 @@ class Evidence:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     traffic: list[list[TrafficRow]] = field(default_factory=list)
     states: dict[str, int] = field(default_factory=dict)
+    undeclared: list[str] = field(default_factory=list)
     activations: list[Kept] = field(default_factory=list)
 
     def keep(self, kind: str, step: int, name: str, tensor: Tensor) -> None:
@@ -43,6 +46,7 @@ class Evidence:
             "norms": self.norms,
             "traffic": [[asdict(row) for row in rows] for rows in self.traffic],
             "states": self.states,
+            "undeclared": self.undeclared,
             "activations": [asdict(kept) for kept in self.activations],
         }
         (folder / f"rank-{rank}.json").write_text(json.dumps(rest))

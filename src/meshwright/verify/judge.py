@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshwright.predict.memory import saved, states
+from meshwright.predict.activations import Saved, total
+from meshwright.predict.memory import buffers, memory, saved, states
 from meshwright.predict.traffic import traffic
-from meshwright.spec.batch import micro_batches, micro_steps
+from meshwright.spec.batch import micro_steps
 from meshwright.spec.run import RunSpec
 from meshwright.verify.activations import Difference, SavedBytes
 from meshwright.verify.activations import compare as compare_activations
-from meshwright.verify.compare import BOUNDS, compare_tensors, diagnose
+from meshwright.verify.compare import BOUNDS, compare_tensors, diagnose, listed
 from meshwright.verify.evidence import Evidence
+from meshwright.verify.held import OTHER
 from meshwright.verify.report import (
     Check,
     Report,
@@ -28,7 +30,7 @@ def judge(run: RunSpec, steps: int, ranks: Sequence[Evidence], expected: Evidenc
     tensors = compare_tensors(ranks, expected, bound)
     scalars = check_scalars(ranks, expected, bound)
     moved = check_traffic(ranks, traffic(run, run.layout))
-    held = check_states(ranks, states(run))
+    held = check_states(ranks, states(run) | {"buffers": buffers(run), OTHER: 0})
     kept, differences = _activations(run, ranks)
     factors = {
         "dp": run.layout.data_ranks,
@@ -46,23 +48,29 @@ def judge(run: RunSpec, steps: int, ranks: Sequence[Evidence], expected: Evidenc
     findings += [
         f"memory: {c.what}: predicted {c.expected:.0f}, rank {c.rank} holds {c.found:.0f}" for c in held if not c.passed
     ]
+    findings += [f"memory: rank {rank} holds beside what it declares: {what}" for rank, what in _undeclared(ranks)]
     if not all(c.passed for c in kept):
         findings += [f"activations of {d.where or 'the model'}: {_difference(d)}" for d in differences]
     return Report(run, steps, bound, tensors, scalars, moved, held, kept, differences, findings)
 
 
-def _activations(run: RunSpec, ranks: Sequence[Evidence]) -> tuple[list[Check], list[Difference]]:
-    checks: list[Check] = []
-    differences: list[Difference] = []
+def _undeclared(ranks: Sequence[Evidence]) -> list[tuple[int, str]]:
+    """For the first rank that holds anything undeclared: that rank, and the largest of it in words."""
     for rank, evidence in enumerate(ranks):
-        micros = micro_batches(run.batch.sequences, run.layout.data_ranks, rank, run.batch.micro)
-        rows = max(len(micro) for micro in micros)
-        foretold = saved(run, rows)
+        if evidence.undeclared:
+            return [(rank, listed(evidence.undeclared))]
+    return []
+
+
+def _activations(run: RunSpec, ranks: Sequence[Evidence]) -> tuple[list[Check], list[Difference]]:
+    """The check at the rank where prediction and measurement differ most, and what differs there."""
+    checks: list[tuple[Check, list[Saved], SavedBytes]] = []
+    for rank, evidence in enumerate(ranks):
+        foretold = saved(run, memory(run, run.layout, rank).sequences)
         found = SavedBytes(tuple(evidence.activations))
-        checks.append(check_activations(rank, sum(s.bytes for s in foretold), found.total))
-        if not differences:
-            differences = compare_activations(foretold, found)
-    return checks, differences
+        checks.append((check_activations(rank, total(foretold), found.total), foretold, found))
+    worst, foretold, found = max(checks, key=lambda c: (not c[0].passed, abs(c[0].expected - c[0].found)))
+    return [worst], compare_activations(foretold, found)
 
 
 def _difference(d: Difference) -> str:

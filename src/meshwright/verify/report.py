@@ -14,6 +14,7 @@ from meshwright.verify.compare import Comparison
 from meshwright.verify.evidence import Evidence
 
 ACTIVATION_BOUND = 0.10
+"""Largest accepted difference of saved activations, as a part of what was predicted."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,10 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything a proof found. `tensors` are worst first; `findings` say in words what is wrong."""
+    """Everything a proof found. `tensors` are worst first; `findings` say in words what is wrong.
+
+    `activation_differences` are told also where the sum is within its bound.
+    """
 
     run: RunSpec
     steps: int
@@ -127,6 +131,9 @@ def check_states(ranks: Sequence[Evidence], predicted: Mapping[str, int]) -> lis
 
 
 def check_activations(rank: int, predicted: int, found: int) -> Check:
-    """Bytes saved for backward of one rank's largest micro-batch, within ACTIVATION_BOUND."""
-    passed = abs(found - predicted) <= ACTIVATION_BOUND * max(predicted, 1)
-    return Check("activations, bytes", predicted, found, rank, passed)
+    """Bytes saved for backward of one rank's largest micro-batch, within ACTIVATION_BOUND.
+
+    Not exact as all else is: what an operation saves is torch's affair, and changes with its releases.
+    """
+    passed = abs(found - predicted) <= ACTIVATION_BOUND * predicted
+    return Check(f"activations, bytes (within {ACTIVATION_BOUND:.0%})", predicted, found, rank, passed)

@@ -15,7 +15,7 @@ from meshwright.verify.judge import judge
 from meshwright.verify.reference import reference
 from meshwright.verify.report import Report
 from meshwright.verify.small import small_run
-from meshwright.verify.worker import proof_data
+from meshwright.verify.unequal import proof_data
 
 WORKER = "meshwright.verify.worker"
 

@@ -11,6 +11,12 @@ import torch
 from torch import Tensor
 
 from meshwright.model.loss import IGNORE
+from meshwright.spec.run import RunSpec
+
+
+def proof_data(run: RunSpec) -> UnequalData:
+    """The tokens of a proof of `run`; reference and ranks make them alike from the run's seed."""
+    return UnequalData(run.model.vocab, run.data.seq_len, run.seed)
 
 
 class UnequalData:

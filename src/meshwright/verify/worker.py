@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from meshwright.comm import runtime
 from meshwright.comm.mesh import Mesh
@@ -24,12 +22,8 @@ from meshwright.train.report import run_guarded
 from meshwright.train.trainer import Trainer
 from meshwright.verify.activations import Kept, measure
 from meshwright.verify.evidence import Evidence
-from meshwright.verify.unequal import UnequalData
-
-
-def proof_data(run: RunSpec) -> UnequalData:
-    """The tokens of a proof; reference and ranks make them alike from the run's seed."""
-    return UnequalData(run.model.vocab, run.data.seq_len, run.seed)
+from meshwright.verify.held import declared, held
+from meshwright.verify.unequal import UnequalData, proof_data
 
 
 def collect(run: RunSpec, mesh: Mesh, data: UnequalData | Dataset, steps: int) -> Evidence:
@@ -40,38 +34,27 @@ def collect(run: RunSpec, mesh: Mesh, data: UnequalData | Dataset, steps: int) -
     mesh.ledger.clear()
     for step in range(steps):
         totals = trainer.accumulate(data, step)
-        for placement, gradient in trainer.sharded.named_gradients():
-            evidence.keep("gradient", step + 1, placement.name, gradient / max(totals.tokens, 1))
+        _keep_gradients(trainer, evidence, step + 1, totals.tokens)
         update = trainer.update(step, totals)
         evidence.traffic.append(mesh.ledger.take())
         evidence.losses.append(totals.loss)
         evidence.tokens.append(totals.tokens)
         evidence.norms.append(update.grad_norm)
+        _keep_moments(trainer, evidence, step + 1)
         _keep_parameters(trainer, evidence, step + 1)
-        for placement, kind, moment in trainer.optimizer.named_moments():
-            evidence.keep(kind, step + 1, placement.name, moment)
-    evidence.states = held(trainer)
+    evidence.states, evidence.undeclared = held(declared(trainer), mesh.device, evidence.tensors.values())
     evidence.activations = _saved_activations(trainer, data)
     return evidence
 
 
-def held(trainer: Trainer) -> dict[str, int]:
-    """Bytes of the storages that this rank holds through a step, by category, each storage once."""
-    units = trainer.sharded.units
-    categories: dict[str, Iterable[Tensor]] = {
-        "parameters": [unit.parameters for unit in units],
-        "gradients": [unit.gradients for unit in units],
-        **trainer.optimizer.storages(),
-    }
-    seen: set[int] = set()
-    sizes = dict.fromkeys(categories, 0)
-    for category, tensors in categories.items():
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if storage.nbytes() and storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                sizes[category] += storage.nbytes()
-    return sizes
+def _keep_gradients(trainer: Trainer, evidence: Evidence, step: int, tokens: int) -> None:
+    for placement, gradient in trainer.sharded.named_gradients():
+        evidence.keep("gradient", step, placement.name, gradient / max(tokens, 1))
+
+
+def _keep_moments(trainer: Trainer, evidence: Evidence, step: int) -> None:
+    for placement, kind, moment in trainer.optimizer.named_moments():
+        evidence.keep(kind, step, placement.name, moment)
 
 
 def _keep_parameters(trainer: Trainer, evidence: Evidence, step: int) -> None:
@@ -80,9 +63,9 @@ def _keep_parameters(trainer: Trainer, evidence: Evidence, step: int) -> None:
 
 
 def _saved_activations(trainer: Trainer, data: UnequalData | Dataset) -> list[Kept]:
-    """What the forward of this rank's largest micro-batch keeps for backward."""
+    """What the forward of this rank's largest micro-batch, which is its first, keeps for backward."""
     run, group = trainer.run, trainer.mesh.group("dp")
-    places = max(micro_batches(run.batch.sequences, group.size, group.rank, run.batch.micro), key=len)
+    places = micro_batches(run.batch.sequences, group.size, group.rank, run.batch.micro)[0]
     if not places:
         return []
     ids = data.ids(0, run.batch.sequences)
