@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from meshwright.cli.main import run
 from meshwright.spec.run import RunSpec
 from meshwright.verify.compare import Comparison
 from meshwright.verify.report import Check, Report
+from meshwright.verify.run import Unfinished
 
 EQUAL = Report(
     run=RunSpec(),
@@ -42,6 +44,8 @@ def proof(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     def verify(run: RunSpec, **options: Any) -> Report:
         asked.update(run=run, **options)
+        if "raises" in asked:
+            raise asked["raises"]
         report: Report = asked["report"]
         return report
 
@@ -53,7 +57,8 @@ def test_equal_is_0(proof: dict[str, Any], capsys: pytest.CaptureFixture[str]) -
     assert run(["verify"]) == 0
     out, err = capsys.readouterr()
     assert out.splitlines()[-1].startswith("equal: 15 tensors over 2 steps, worst difference 1.0e-15 (at most 1e-10)")
-    assert "comparing 3 steps of a small llama model on 2 ranks with one device, in float64" in err
+    assert "comparing 3 steps of a small llama model on 2 ranks with one device, in float64, on random tokens" in err
+    assert out.splitlines()[-1].endswith("traffic and memory as predicted, activations within 10%")
     assert "w9" in out and "w10" not in out and "5 better ones not shown; -v" in out
     assert "DIFFERS" not in out
     assert (proof["run"].layout.dp, proof["steps"], proof["precision"], proof["as_is"]) == (2, 3, "float64", False)
@@ -90,6 +95,23 @@ def test_json(proof: dict[str, Any], capsys: pytest.CaptureFixture[str], report:
     assert run(["verify", "--json"]) == (0 if report.passed else 3)
     out, _ = capsys.readouterr()
     assert json.loads(out) == json.loads(json.dumps(report.to_dict()))
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (1, "the ranks failed before the proof was complete; what they left is in /tmp/proof"),
+        (2, "the ranks found wrong input before the proof was complete; what they left is in /tmp/proof"),
+        (130, "the ranks were interrupted before the proof was complete"),
+        (143, "the ranks were terminated before the proof was complete"),
+    ],
+)
+def test_how_the_ranks_ended_is_how_the_command_ends(
+    proof: dict[str, Any], capsys: pytest.CaptureFixture[str], code: int, words: str
+) -> None:
+    proof["raises"] = Unfinished(code, Path("/tmp/proof"))
+    assert run(["verify", "-q"]) == code
+    assert capsys.readouterr() == ("", f"meshwright: verify: {words}\n")
 
 
 def test_under_torchrun_it_is_refused(

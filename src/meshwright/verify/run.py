@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from meshwright.spec.errors import RunError, UserError
 from meshwright.spec.load import dump_run
 from meshwright.spec.run import RunSpec
 from meshwright.train.launch import launch
+from meshwright.train.report import INTERRUPTED, TERMINATED, WRONG_INPUT
 from meshwright.verify.evidence import Evidence
 from meshwright.verify.judge import judge
 from meshwright.verify.reference import reference
@@ -20,31 +23,56 @@ from meshwright.verify.unequal import proof_data
 WORKER = "meshwright.verify.worker"
 
 
+class Unfinished(RunError):
+    """The ranks ended before the proof was complete; `code` is the exit code that says how."""
+
+    def __init__(self, code: int, folder: Path) -> None:
+        self.code = code
+        self.stopped = code in (INTERRUPTED, TERMINATED)
+        how = {INTERRUPTED: "were interrupted", TERMINATED: "were terminated", WRONG_INPUT: "found wrong input"}
+        kept = "" if self.stopped else f"; what they left is in {folder}"
+        super().__init__(f"verify: the ranks {how.get(code, 'failed')} before the proof was complete{kept}")
+
+
 def verify(
-    run: RunSpec, *, steps: int = 3, precision: str = "float64", as_is: bool = False, worker: str = WORKER
+    run: RunSpec,
+    *,
+    steps: int = 3,
+    precision: str = "float64",
+    as_is: bool = False,
+    debug: bool = False,
+    worker: str = WORKER,
 ) -> Report:
     """Prove `run`'s layout over `steps` optimizer steps in `precision`.
 
-    The model and batch are small ones of the same family and options, or with `as_is` the run's own. The layout must
-    be resolved. `worker` is the module (or script) that the ranks run. Raises UserError for what cannot be proven,
-    RunError where the ranks fail.
+    The model and batch are small ones of the same family and options, or with `as_is` the run's own; the tokens are
+    random either way. The layout must be resolved. `worker` is the module (or script) that the ranks run. Raises
+    UserError for what cannot be proven, Unfinished where the ranks fail or are stopped.
     """
     if run.device == "cuda":
         raise UserError("device: verify compares on the CPU for now; use device=cpu")
     run = RunSpec.model_validate(run.model_dump() | {"precision": precision, "device": "cpu"})
     if not as_is:
         run = small_run(run)
-    ranks = run_ranks(run, steps, worker)
+    ranks = run_ranks(run, steps, debug=debug, worker=worker)
     return judge(run, steps, ranks, reference(run, proof_data(run), steps))
 
 
-def run_ranks(run: RunSpec, steps: int, worker: str = WORKER) -> list[Evidence]:
-    """Start the layout's ranks and return what each computed."""
-    with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as name:
-        folder = Path(name)
+def run_ranks(run: RunSpec, steps: int, *, debug: bool = False, worker: str = WORKER) -> list[Evidence]:
+    """Start the layout's ranks and return what each computed.
+
+    They write into a folder of their own, which is kept where they fail: the launcher's report names files in it.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="meshwright-verify-"))
+    with contextlib.ExitStack() as cleanup:
+        cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
         (folder / "run.yaml").write_text(dump_run(run))
         (folder / "proof.json").write_text(json.dumps({"steps": steps}))
-        code = launch([str(folder)], ranks=run.layout.world, folder=folder, quiet=True, entry=worker)
+        world = run.layout.world
+        code = launch([str(folder)], ranks=world, folder=folder, quiet=True, debug=debug, entry=worker)
         if code != 0:
-            raise RunError(f"verify: the ranks ended with exit code {code} before the proof was complete")
-        return [Evidence.load(folder, rank) for rank in range(run.layout.world)]
+            end = Unfinished(code, folder)
+            if not end.stopped:
+                cleanup.pop_all()
+            raise end
+        return [Evidence.load(folder, rank) for rank in range(world)]

@@ -1,0 +1,61 @@
+"""The whole of a proof through the launcher: it passes, or says how its ranks ended and where their logs are."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from meshwright.spec.layout import Layout
+from meshwright.spec.run import RunSpec
+from meshwright.verify.run import Unfinished, verify
+
+RUN = RunSpec(layout=Layout(dp=2))
+WORKER = str(Path(__file__).with_name("proof_worker.py"))
+
+
+@pytest.fixture(autouse=True)
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary folders go."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def left(scratch: Path) -> list[Path]:
+    return list(scratch.glob("meshwright-verify-*"))
+
+
+def test_a_proof_passes_and_leaves_nothing(scratch: Path) -> None:
+    report = verify(RUN, steps=1)
+    assert report.passed, report.findings
+    assert report.worst < 1e-10
+    assert {c.what: c.found for c in report.states}["other, bytes"] == 0
+    assert left(scratch) == []
+
+
+def ended(how: str, monkeypatch: pytest.MonkeyPatch) -> Unfinished:
+    monkeypatch.setenv("PROOF_END", how)
+    with pytest.raises(Unfinished) as caught:
+        verify(RUN, worker=WORKER)
+    return caught.value
+
+
+def test_the_logs_of_a_failure_are_kept_and_named(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    end = ended("raise", monkeypatch)
+    (folder,) = left(scratch)
+    assert end.code == 1
+    assert str(end).endswith(f"failed before the proof was complete; what they left is in {folder}")
+    told = capfd.readouterr().err
+    paths = [Path(path) for path in re.findall(rf"{re.escape(str(folder))}\S*\w", told)]
+    assert paths and all(path.exists() for path in paths), told
+
+
+@pytest.mark.parametrize(("how", "code"), [("refuse", 2), ("130", 130), ("143", 143)])
+def test_other_ends_are_passed_on(scratch: Path, monkeypatch: pytest.MonkeyPatch, how: str, code: int) -> None:
+    end = ended(how, monkeypatch)
+    assert end.code == code
+    assert len(left(scratch)) == (code == 2)
