@@ -8,10 +8,10 @@ from meshwright.spec.run import Batch, RunSpec
 
 def small_model(spec: ModelSpec) -> ModelSpec:
     """The same family, options and head grouping with two layers, short heads and a vocabulary that divides nothing."""
-    grouped = spec.num_kv_heads < spec.heads
+    kv_heads = {spec.heads: None, 1: 1}.get(spec.num_kv_heads, 2)  # as many as heads, a single one, or groups
     size = {"layers": min(spec.layers, 2), "vocab": 101, "heads": 4, "hidden": 32, "head_dim": None}
     if spec.family == "llama":
-        size |= {"kv_heads": 2 if grouped else None, "ffn": 56}
+        size |= {"kv_heads": kv_heads, "ffn": 56}
         if spec.head_dim is not None:
             size["head_dim"] = 12
         if spec.window is not None:
@@ -22,13 +22,16 @@ def small_model(spec: ModelSpec) -> ModelSpec:
 
 
 def small_run(run: RunSpec, seq_len: int = 24, micro: int = 2, accumulate: int = 3) -> RunSpec:
-    """`run` over the small model, with uneven parts: one sequence short of `accumulate` full micro-batches a rank."""
+    """`run` over the small model, with uneven parts: one sequence short of `accumulate` full micro-batches a rank.
+
+    Sequences have `seq_len` tokens, or as many as the model has positions.
+    """
     sequences = max(run.layout.data_ranks * micro * accumulate - 1, 1)
     return RunSpec.model_validate(
         run.model_dump()
         | {
             "model": small_model(run.model).model_dump(),
-            "data": run.data.model_dump() | {"seq_len": seq_len},
+            "data": run.data.model_dump() | {"seq_len": min(seq_len, run.model.max_seq)},
             "batch": Batch(sequences=sequences, micro=micro).model_dump(),
         }
     )
