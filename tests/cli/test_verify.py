@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import meshwright.verify.run
 from meshwright.cli.main import run
 from meshwright.spec.run import RunSpec
+from meshwright.verify.activations import Difference
 from meshwright.verify.compare import Comparison
 from meshwright.verify.report import Check, Report
 from meshwright.verify.run import Unfinished
@@ -112,6 +114,36 @@ def test_how_the_ranks_ended_is_how_the_command_ends(
     proof["raises"] = Unfinished(code, Path("/tmp/proof"))
     assert run(["verify", "-q"]) == code
     assert capsys.readouterr() == ("", f"meshwright: verify: {words}\n")
+
+
+def test_the_fields_of_json(proof: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """Programs rely on these names: add some, but change none."""
+    lacking = replace(WORSE, difference=math.inf, ratio=math.nan, cosine=math.nan)
+    left_over = Difference("mlp", 8, 16, ("gate, 8 bytes",), ("float32[4], 16 bytes",))
+    proof["report"] = replace(EQUAL, tensors=[lacking], activation_differences=[left_over], findings=["why"])
+    run(["verify", "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert set(told) == {
+        "run", "steps", "bound", "passed", "worst", "findings",
+        "tensors", "scalars", "traffic", "states", "activations", "activation_differences",
+    }  # fmt: skip
+    assert told["tensors"] == [
+        {
+            "kind": "gradient", "name": "model.norm.weight", "passed": False, "since": 1, "since_ranks": [0, 1],
+            "rank": 1, "step": 2, "difference": "inf", "ratio": "nan", "cosine": "nan",
+        }
+    ]  # fmt: skip
+    check = {"what": "parameters, bytes", "expected": 4096, "found": 4096, "rank": 0, "passed": True}
+    assert told["states"] == [check]
+    assert all(set(c) == set(check) for kind in ("scalars", "traffic", "activations") for c in told[kind])
+    assert told["activation_differences"] == [
+        {
+            "where": "mlp", "predicted": 8, "measured": 16,
+            "only_predicted": ["gate, 8 bytes"], "only_measured": ["float32[4], 16 bytes"],
+        }
+    ]  # fmt: skip
+    assert told["run"]["model"]["family"] == "llama" and told["findings"] == ["why"]
+    assert told["worst"] == "inf"
 
 
 def test_under_torchrun_it_is_refused(

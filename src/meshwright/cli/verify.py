@@ -92,7 +92,8 @@ def verdict(report: Report) -> str:
     """What was found, in a few lines."""
     from meshwright.verify.report import ACTIVATION_BOUND
 
-    compared = f"{len(report.tensors)} tensors over {report.steps} steps, worst difference {report.worst:.1e}"
+    steps = f"{report.steps} step{'s' * (report.steps > 1)}"
+    compared = f"{len(report.tensors)} tensors over {steps}, worst difference {report.worst:.1e}"
     if report.passed:
         rounded = any(c.expected != c.found for c in report.activations)
         near = f", activations within {ACTIVATION_BOUND:.0%}" if rounded else ""
