@@ -127,12 +127,17 @@ def _order(event: tuple[str, int]) -> tuple[int, int]:
 
 
 def _wrong_scale(failed: Sequence[Comparison], factors: Mapping[str, int]) -> list[str]:
-    straight = [c for c in failed if c.cosine > 1 - 1e-6]
+    """Where tensors point the right way: the factor they are off by, under every name that it may have."""
+    ratios = [c.ratio for c in failed if c.cosine > 1 - 1e-6]
+    said: dict[float, list[str]] = {}
     for name, factor in factors.items():
-        for value, words in ((float(factor), f"{name} = {factor}"), (1 / factor, f"1 / {name} = 1/{factor}")):
-            hit = [c for c in straight if factor > 1 and abs(c.ratio / value - 1) < 1e-6]
-            if hit:
-                return [f"{len(hit)} of them are scaled by exactly {words}"]
+        if factor > 1:
+            said.setdefault(float(factor), []).append(f"{name} = {factor}")
+            said.setdefault(1 / factor, []).append(f"1 / {name} = 1/{factor}")
+    for value, names in said.items():
+        hits = sum(abs(ratio / value - 1) < 1e-6 for ratio in ratios)
+        if hits:
+            return [f"{hits} of them are scaled by exactly {' or '.join(names)}"]
     return []
 
 
