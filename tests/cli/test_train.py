@@ -130,6 +130,18 @@ def test_data_is_judged_before_anything_starts(
     assert "argv" not in started
 
 
+def test_a_checkpoint_that_is_not_there_is_found_before_anything_starts(
+    started: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("runs/demo/checkpoints/step-00000025").mkdir(parents=True)
+    assert run(["train", "checkpoint.resume=99"]) == 2
+    assert capsys.readouterr().err == (
+        "meshwright: error: checkpoint.resume=99: runs/demo/checkpoints has no checkpoint of step 99, "
+        "only of 25; name one of these, or auto\n"
+    )
+    assert started == {}
+
+
 def test_output_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_writable(tmp_path / "new" / "deep")
     assert list(tmp_path.iterdir()) == []

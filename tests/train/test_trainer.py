@@ -148,7 +148,7 @@ def save_and_go_on(mesh, run, at, steps):
     data = data_of(run)
     for step in range(at):
         trainer.update(step, trainer.accumulate(data, step))
-    saved, about = snapshot(trainer), state.meta(trainer, at, 0)
+    saved, about = snapshot(trainer), state.meta(trainer, at, state.Counts())
     other = Trainer(run.model_copy(update={"seed": 99}), mesh)
     other.run = run
     state.restore(other, saved, about)
@@ -174,14 +174,14 @@ def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing():
     other = alone(run_of(LLAMA.model_copy(update={"ffn": 40}), 1))
     before = snapshot(trainer)
     with pytest.raises(UserError, match=r"another model: model.ffn=40 \(this run: 24\)"):
-        state.restore(trainer, state.tensors(other), state.meta(other, 1, 0))
+        state.restore(trainer, state.tensors(other), state.meta(other, 1, state.Counts()))
     assert all(torch.equal(before[name], tensor) for name, tensor in state.tensors(trainer).items())
 
 
 @pytest.mark.parametrize("part", ["model", "exp_avg", "exp_avg_sq"])
 def test_missing_unexpected_and_misshapen_tensors_are_named(part):
     trainer = alone(run_of(LLAMA, 1))
-    about = state.meta(trainer, 1, 0)
+    about = state.meta(trainer, 1, state.Counts())
     name = f"{part}/model.norm.weight"
     whole = snapshot(trainer)
     for spoilt, words in (
@@ -221,7 +221,7 @@ def test_evaluation_is_the_plain_models_and_changes_nothing(ranks, dp):
 
 def test_options_changed_since_a_checkpoint_are_told():
     trainer = alone(run_of(LLAMA, 1))
-    about = state.meta(trainer, 1, 0)
+    about = state.meta(trainer, 1, state.Counts())
     changed = trainer.run.model_copy(update={"optimizer": Optimizer(lr=0.5)})
     assert state.changed_options(changed, about) == ["optimizer.lr: 0.003 → 0.5"]
     assert state.changed_options(trainer.run, about) == []

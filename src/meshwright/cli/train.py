@@ -91,8 +91,10 @@ def _launch(run: RunSpec, quiet: bool, verbose: bool, debug: bool) -> int:
         )
     folder = Path(run.out)
     check_writable(folder)
+    from meshwright.train.folders import check_resume
     from meshwright.train.text import prepare
 
+    check_resume(run)
     if not quiet:  # a large text takes a while
         click.echo(f"reading {run.data.path}", err=True)
     prepare(run.data, run.model.vocab, folder / "data")

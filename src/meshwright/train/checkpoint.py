@@ -28,11 +28,12 @@ from torch import Tensor
 
 from meshwright.spec.errors import RunError
 from meshwright.train import tensorfile
+from meshwright.train.folders import former, path, place, steps
+
+__all__ = ["CheckpointError", "Newest", "load", "newest", "path", "save", "set_aside", "steps"]
 
 TENSORS, META = "tensors.safetensors", "meta.json"
-_NAME = re.compile(r"step-(\d{8,})")
 _ASIDE = re.compile(r"\.saving-(\d+)-.*")  # the process that writes or removes it, and what
-_FORMER = "former-"
 
 
 class CheckpointError(RunError):
@@ -47,40 +48,26 @@ class Newest:
     skipped: tuple[str, ...]
 
 
-def path(folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` lies, or would lie."""
-    place, former = _place(folder, step), _former(folder, step)
-    return former if former.exists() and not place.exists() else place
-
-
-def steps(folder: Path) -> list[int]:
-    """Steps that have a checkpoint, ascending; whether each is whole is `load`'s to find out."""
-    if not folder.is_dir():
-        return []
-    names = (entry.name.removeprefix(_FORMER) for entry in folder.iterdir() if entry.is_dir())
-    return sorted({int(match[1]) for match in map(_NAME.fullmatch, names) if match})
-
-
 def save(folder: Path, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], keep: int) -> Path:
     """Write the checkpoint of `step`, then remove all but the newest `keep`.
 
     `meta` must be JSON. Saving a step again replaces it. Raises CheckpointError where the file system refuses
     (disk full, no permission); what was written of this checkpoint is removed then.
     """
-    place = _place(folder, step)
-    aside = _aside(place)
+    target = place(folder, step)
+    aside = _aside(target)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _clear_leftovers(folder)
         aside.mkdir()
         _write(aside, tensors, meta)
-        _put_in_place(aside, place, _former(folder, step))
+        _put_in_place(aside, target, former(folder, step))
     except OSError as error:
         shutil.rmtree(aside, ignore_errors=True)
-        raise CheckpointError(f"{place} could not be written: {error}") from error
+        raise CheckpointError(f"{target} could not be written: {error}") from error
     for old in [s for s in steps(folder) if s != step][::-1][keep - 1 :]:
         _remove(path(folder, old))
-    return place
+    return target
 
 
 def load(where: Path, device: torch.device | str = "cpu") -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -115,26 +102,18 @@ def set_aside(folder: Path, after: int) -> list[int]:
     if beyond:
         _clear_leftovers(folder)
     for step in beyond:
-        place = _place(folder, step)
-        away = place.with_name(f"superseded-{place.name}")
+        here = place(folder, step)
+        away = here.with_name(f"superseded-{here.name}")
         number = 1
         while away.exists():
             number += 1
-            away = place.with_name(f"superseded-{place.name}-{number}")
-        os.rename(place, away)
+            away = here.with_name(f"superseded-{here.name}-{number}")
+        os.rename(here, away)
     return beyond
 
 
-def _place(folder: Path, step: int) -> Path:
-    return folder / f"step-{step:08d}"
-
-
-def _former(folder: Path, step: int) -> Path:
-    return folder / f"{_FORMER}step-{step:08d}"
-
-
-def _aside(place: Path, what: str = "") -> Path:
-    return place.with_name(f".saving-{os.getpid()}-{what}{place.name}")
+def _aside(target: Path, what: str = "") -> Path:
+    return target.with_name(f".saving-{os.getpid()}-{what}{target.name}")
 
 
 def _write(aside: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
@@ -152,22 +131,22 @@ def _meta_checksum(about: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(json.loads(json.dumps(about)), sort_keys=True).encode())
 
 
-def _put_in_place(aside: Path, place: Path, former: Path) -> None:
-    again = place.exists()
+def _put_in_place(aside: Path, target: Path, before: Path) -> None:
+    again = target.exists()
     if again:
-        os.rename(place, former)
-    os.rename(aside, place)
-    _flush(place.parent)
+        os.rename(target, before)
+    os.rename(aside, target)
+    _flush(target.parent)
     if again:
-        _remove(former)
+        _remove(before)
 
 
-def _remove(place: Path) -> None:
+def _remove(where: Path) -> None:
     """Take a checkpoint away: renamed first, so that a half-removed one is never mistaken for a damaged one."""
-    away = _aside(place, "old-")
+    away = _aside(where, "old-")
     with contextlib.suppress(OSError):
         shutil.rmtree(away, ignore_errors=True)
-        os.rename(place, away)
+        os.rename(where, away)
         shutil.rmtree(away)
 
 
@@ -177,12 +156,12 @@ def _clear_leftovers(folder: Path) -> None:
         if (match := _ASIDE.fullmatch(entry.name)) and not _lives(int(match[1])):
             shutil.rmtree(entry, ignore_errors=True)
     for step in steps(folder):
-        place, former = _place(folder, step), _former(folder, step)
-        if former.exists():
-            if place.exists():
-                _remove(former)
+        here, before = place(folder, step), former(folder, step)
+        if before.exists():
+            if here.exists():
+                _remove(before)
             else:
-                os.rename(former, place)
+                os.rename(before, here)
 
 
 def _lives(process: int) -> bool:

@@ -19,6 +19,7 @@ from meshwright.spec.run import RunSpec
 from meshwright.train import checkpoint, state
 from meshwright.train.bigram import bigram_loss
 from meshwright.train.data import Dataset
+from meshwright.train.folders import check_resume
 from meshwright.train.metrics import Metrics
 from meshwright.train.peak import Peak, device_peak
 from meshwright.train.progress import Progress
@@ -66,9 +67,7 @@ class Loop:
         mesh.blackbox.note("building the model")
         self.trainer = Trainer(run, mesh)
         self.peak: Peak = device_peak(mesh.device, run.precision)
-        self.tokens_seen = 0
-        self.skipped_in_a_row = 0
-        self.skipped = 0
+        self.counts = state.Counts()
         self.validation_loss: float | None = None
 
     # -- start ------------------------------------------------------------------------------------------------
@@ -99,7 +98,7 @@ class Loop:
         saved, about = checkpoint.load(checkpoint.path(self.folder / "checkpoints", step))
         state.restore(self.trainer, saved, about)
         self._set_aside(after=step)
-        self.tokens_seen = int(about["tokens"])
+        self.counts = state.Counts.of(about)
         self.progress.message(f"resumed after step {step} from {self.folder / 'checkpoints'}")
         for change in state.changed_options(self.run_spec, about):
             self.progress.message(f"changed since that checkpoint: {change}")
@@ -108,17 +107,24 @@ class Loop:
     def _choose_checkpoint(self) -> int:
         """The step of the checkpoint to go on from, -1 for none; rank 0 decides for all."""
         folder, resume = self.folder / "checkpoints", self.run_spec.checkpoint.resume
-        if resume == "auto":
-            newest = checkpoint.newest(folder)
-            for skipped in newest.skipped:
-                self.progress.message(f"warning: passed over a damaged checkpoint: {skipped}")
-            if newest.step is None:
-                self.progress.message(f"starting fresh: no {'whole ' * bool(newest.skipped)}checkpoint in {folder}")
-            return -1 if newest.step is None else newest.step
-        if resume != "never" and resume not in checkpoint.steps(folder):
-            there = ", ".join(map(str, checkpoint.steps(folder))) or "none"
-            raise UserError(f"checkpoint.resume={resume}: no such checkpoint in {folder}; those there are: {there}")
-        return -1 if resume == "never" else int(resume)
+        check_resume(self.run_spec)
+        if resume == "never":
+            return -1
+        if resume != "auto":
+            return resume
+        newest = checkpoint.newest(folder)
+        if newest.step is None and newest.skipped:
+            # To begin anew would lose what the run has learned, where a backup may yet save it.
+            raise UserError(
+                f"out: none of the checkpoints in {folder} is whole: {'; '.join(newest.skipped)}; "
+                "put one back from a backup, or write checkpoint.resume=never to begin anew (they are kept, set aside)"
+            )
+        for skipped in newest.skipped:
+            self.progress.message(f"warning: passed over a damaged checkpoint: {skipped}")
+        if newest.step is None:
+            self.progress.message(f"starting fresh: no checkpoint in {folder}")
+            return -1
+        return newest.step
 
     def _set_aside(self, after: int) -> None:
         """Keep checkpoints that this run does not go on from out of its way; none is removed."""
@@ -157,17 +163,18 @@ class Loop:
         return OK
 
     def _count(self, step: int, totals: Totals, update: Update) -> None:
-        self.tokens_seen += totals.tokens
+        counts = self.counts
+        counts.tokens += totals.tokens
         if not update.skipped:
-            self.skipped_in_a_row = 0
+            counts.skipped_in_a_row = 0
             return
-        self.skipped += 1
-        self.skipped_in_a_row += 1
+        counts.skipped += 1
+        counts.skipped_in_a_row += 1
         what = "loss" if totals.loss != totals.loss or abs(totals.loss) == float("inf") else "gradient"
         self.progress.message(f"warning: step {step + 1} skipped on all ranks: the {what} is not finite")
-        if self.skipped_in_a_row > self.run_spec.max_skips:
+        if counts.skipped_in_a_row > self.run_spec.max_skips:
             raise RunError(
-                f"step {step + 1}: the {what} was not finite in {self.skipped_in_a_row} steps in a row "
+                f"step {step + 1}: the {what} was not finite in {counts.skipped_in_a_row} steps in a row "
                 f"(max_skips={self.run_spec.max_skips}); a lower optimizer.lr or a longer lr_schedule.warmup may help"
             )
 
@@ -182,7 +189,7 @@ class Loop:
                 "loss": totals.loss,
                 "grad_norm": update.grad_norm,
                 "lr": update.lr,
-                "tokens": self.tokens_seen,
+                "tokens": self.counts.tokens,
                 "tokens_per_second_per_device": per_device,
                 "model_flops_utilisation": utilisation(
                     self.run_spec.model, self.run_spec.data.seq_len, per_device, self.peak.flops
@@ -190,7 +197,7 @@ class Loop:
                 "assumed_peak_flops": self.peak.flops,
                 "seconds": seconds,
                 "seconds_in_communication": blocked,
-                "skipped": self.skipped,
+                "skipped": self.counts.skipped,
             },
         )
 
@@ -212,7 +219,7 @@ class Loop:
         if not due or not self.lead:
             return
         self.mesh.blackbox.note("saving a checkpoint")
-        about = state.meta(self.trainer, step, self.tokens_seen)
+        about = state.meta(self.trainer, step, self.counts)
         try:
             where = checkpoint.save(
                 self.folder / "checkpoints", step, state.tensors(self.trainer), about, keep=options.keep

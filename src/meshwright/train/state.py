@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -17,11 +18,25 @@ def tensors(trainer: Trainer) -> dict[str, Tensor]:
     return dict(_views(trainer))
 
 
-def meta(trainer: Trainer, step: int, tokens: int) -> dict[str, Any]:
-    """What goes with the tensors: steps done, tokens seen, updates made, and the whole resolved run."""
+@dataclass
+class Counts:
+    """What a run has counted up to a step. Checkpoints carry it, so that a run that goes on counts on."""
+
+    tokens: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+
+    @classmethod
+    def of(cls, about: Mapping[str, Any]) -> Self:
+        """Those of a checkpoint's `meta`; what it does not carry counts as 0."""
+        return cls(**{field.name: int(about.get(field.name, 0)) for field in fields(cls)})
+
+
+def meta(trainer: Trainer, step: int, counts: Counts) -> dict[str, Any]:
+    """What goes with the tensors: steps done, what was counted, updates made, and the whole resolved run."""
     return {
         "step": step,
-        "tokens": tokens,
+        **asdict(counts),
         "updates": trainer.optimizer.steps,
         "run": trainer.run.model_dump(mode="json"),
     }

@@ -1,0 +1,108 @@
+"""One run's life in the ranks: what a run that goes on remembers, and which checkpoint it goes on from."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from meshwright.spec.errors import RunError, UserError
+from meshwright.spec.load import load_run
+from meshwright.spec.run import RunSpec
+from meshwright.train import checkpoint
+from meshwright.train.folders import check_resume
+from meshwright.train.loop import Loop
+from meshwright.train.signals import StopFlag
+from meshwright.train.state import Counts
+
+FIELDS = [
+    "model={layers: 1, hidden: 16, heads: 2, kv_heads: 1, ffn: 24}",
+    "data={path: text.txt, seq_len: 16}",
+    "batch={sequences: 6, micro: 2}",
+    "validation.every=0",
+    "lr_schedule.warmup=0",
+    "layout.dp=2",
+    "checkpoint.every=1",
+    "out=run",
+]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("".join(f"line {i}: {i * i}\n" for i in range(400)))
+    return tmp_path
+
+
+def run_of(*fields: str) -> RunSpec:
+    return load_run(None, [*FIELDS, *fields])
+
+
+def life(mesh, run: RunSpec, folder: Path) -> tuple[int | str, Counts, list[str]]:
+    """The run's exit code or its error in words, what it counted, and what rank 0 said."""
+    os.chdir(folder)
+    with StopFlag() as stop:
+        loop = Loop(run, mesh, stop, quiet=False)
+        said: list[str] = []
+        loop.progress.message = said.append
+        try:
+            return loop.run(), loop.counts, said
+        except RunError as error:
+            return str(error), loop.counts, said
+
+
+def test_a_run_that_goes_on_counts_its_skips_on(folder, ranks):
+    """Step 1 makes the weights useless, steps 2 and 3 are skipped; with step 4, after a resume, it is too much."""
+    diverges = ("optimizer.lr=1e30", "max_skips=2")
+    (code, counts, _), _ = ranks.run(2, life, run_of(*diverges, "steps=3"), folder)
+    assert (code, counts.skipped, counts.skipped_in_a_row) == (0, 2, 2)
+    for error, again, _ in ranks.run(2, life, run_of(*diverges, "steps=50"), folder):
+        assert "step 4: " in error and "not finite in 3 steps in a row (max_skips=2)" in error
+        assert again.skipped == 3 and again.tokens > counts.tokens
+
+
+def damage(step: int) -> None:
+    file = checkpoint.path(Path("run/checkpoints"), step) / checkpoint.TENSORS
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+
+
+def test_damaged_checkpoints_never_begin_a_run_anew_unasked(folder, ranks):
+    ranks.run(2, life, run_of("steps=3"), folder)
+    damage(3)
+    (_, _, said), _ = ranks.run(2, life, run_of("steps=3"), folder)
+    assert any("passed over a damaged checkpoint: run/checkpoints/step-00000003" in line for line in said)
+    assert any("resumed after step 2" in line for line in said)
+    damage(2)
+    damage(3)
+    first, _ = ranks.attempt(2, life, run_of("steps=3"), folder)
+    assert UserError.__name__ in first.error
+    for words in (
+        "none of the checkpoints in run/checkpoints is whole",
+        "step-00000003/tensors.safetensors is damaged: its checksum",
+        "step-00000002/tensors.safetensors is damaged: its checksum",
+        "put one back from a backup, or write checkpoint.resume=never to begin anew",
+    ):
+        assert words in first.error
+    assert checkpoint.steps(folder / "run" / "checkpoints") == [2, 3]
+    (code, _, _), _ = ranks.run(2, life, run_of("steps=1", "checkpoint.resume=never"), folder)
+    assert code == 0
+    assert {path.name for path in (folder / "run" / "checkpoints").iterdir()} == {
+        "step-00000001", "superseded-step-00000002", "superseded-step-00000003",
+        "superseded-step-00000003-2",
+    }  # fmt: skip
+
+
+def test_a_step_to_go_on_from_must_be_there(folder):
+    with pytest.raises(
+        UserError, match=r"run/checkpoints has no checkpoint of step 99, and none of any other; use auto"
+    ):
+        check_resume(run_of("checkpoint.resume=99"))
+    for name in ("step-00000025", "former-step-00000050", "superseded-step-00000099", ".saving-1-step-00000099"):
+        (folder / "run" / "checkpoints" / name).mkdir(parents=True)
+    for fine in ("25", "50", "auto", "never"):
+        check_resume(run_of(f"checkpoint.resume={fine}"))
+    with pytest.raises(UserError, match=r"checkpoint.resume=99: .*, only of 25, 50; name one of these, or auto"):
+        check_resume(run_of("checkpoint.resume=99"))
