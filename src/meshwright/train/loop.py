@@ -115,9 +115,10 @@ class Loop:
         newest = checkpoint.newest(folder)
         if newest.step is None and newest.skipped:
             # To begin anew would lose what the run has learned, where a backup may yet save it.
+            wrong = "".join(f"\n  {skipped}" for skipped in newest.skipped)
             raise UserError(
-                f"out: none of the checkpoints in {folder} is whole: {'; '.join(newest.skipped)}; "
-                "put one back from a backup, or write checkpoint.resume=never to begin anew (they are kept, set aside)"
+                f"out: none of the checkpoints in {folder} is whole; put one back from a backup, or write "
+                f"checkpoint.resume=never to begin anew (they are kept, set aside){wrong}"
             )
         for skipped in newest.skipped:
             self.progress.message(f"warning: passed over a damaged checkpoint: {skipped}")
