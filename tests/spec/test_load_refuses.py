@@ -61,7 +61,12 @@ OVERRIDES = [
     ("out=!!python/object:os.system x", "means nothing here"),
     ("seed=-1", "-1 is not a whole number of at least 0 and below 2^63"),
     # what does not go together
-    ("layout.tp=2", "tp=2 is not available yet; use tp=1"),
+    ("layout.tp=2", "layout: tp=2 is not available yet; use tp=1"),
+    ("layout={zero: 1, tp: 2}", "layout: tp=2 is not available yet; use tp=1; zero=1 is not available yet; use zero=0"),
+    ("layout.sp=true", "layout: sp=true is not available yet; use sp=false"),
+    ("precision=bf16", "precision=bf16 is not available yet; use fp32 or float64"),
+    ("layout.recompute=full", "recompute=full is not available yet; use none"),
+    ("layout.schedule=1f1b", "layout.schedule is not available yet; leave it out: one stage needs no schedule"),
     ("layout.order=[tp,tp,dp,pp]", "order must name each of tp, cp, dp, pp once"),
     ("model={heads: 3, kv_heads: 3}", "heads=3 does not divide hidden=160"),
     ("model.kv_heads=3", "kv_heads=3 does not divide heads=4; use one of [1, 2, 4]"),
@@ -161,6 +166,22 @@ def test_places_of_all_fields_that_do_not_go_together(tmp_path: Path) -> None:
     assert refusal("model=gpt2-tiny", "data.seq_len=5000").startswith(
         "command line: data.seq_len=5000 model=gpt2-tiny: "
     )
+
+
+def test_dropout_that_came_with_a_config_says_what_to_write(tmp_path: Path) -> None:
+    """GPT-2's published config.json has attention dropout, which the default attention refuses."""
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "gpt2"}')
+    path = tmp_path / "run.yaml"
+    path.write_text("steps: 3\nmodel: config.json\n")
+    for told, where in (
+        (refusal(file=path), f"{path} line 2: "),
+        (refusal(f"model={config}"), f"command line: model={config}: "),
+    ):
+        assert told.startswith(f"{where}model.attn_dropout=0.1 cannot be had with attention=sdpa")
+        assert "write model.attn_dropout=0 to train without it, or attention=explicit to keep it" in told
+    assert load_run(path, ["model.attn_dropout=0"]).model.resid_dropout == 0.1
+    assert load_run(path, ["attention=explicit"]).model.attn_dropout == 0.1
 
 
 def test_an_override_without_effect() -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from meshwright.spec.errors import UserError
+from meshwright.spec.words import not_yet, show
 
 Axis = Literal["tp", "cp", "dp", "pp"]
 AXES: tuple[Axis, ...] = ("tp", "cp", "dp", "pp")
@@ -35,9 +36,14 @@ class Layout(BaseModel):
     def _available(self) -> Self:
         if sorted(self.order) != sorted(AXES):
             raise ValueError(f"order must name each of {', '.join(AXES)} once")
-        for name, neutral in (("tp", 1), ("cp", 1), ("pp", 1), ("ep", 1), ("zero", 0), ("sp", False)):
-            if getattr(self, name) != neutral:
-                raise ValueError(f"{name}={getattr(self, name)} is not available yet; use {name}={neutral}")
+        neutral = {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "zero": 0, "sp": False}
+        wrong = [
+            not_yet(name, getattr(self, name), f"use {name}={show(value)}")
+            for name, value in neutral.items()
+            if getattr(self, name) != value
+        ]
+        if wrong:
+            raise ValueError("; ".join(wrong))
         return self
 
     @property

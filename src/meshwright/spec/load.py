@@ -19,7 +19,18 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.presets import PRESETS
 from meshwright.spec.run import RunSpec
-from meshwright.spec.words import FieldRow, expected, join, meant, paths, section_of, show
+from meshwright.spec.words import (
+    LATER_FIELDS,
+    LATER_VALUES,
+    FieldRow,
+    expected,
+    join,
+    meant,
+    not_yet,
+    paths,
+    section_of,
+    show,
+)
 from meshwright.spec.written import Mistakes, Node, parse, read, scalar
 
 COMMAND_LINE = "command line"
@@ -106,7 +117,11 @@ def _unknown(node: Node, model: type[BaseModel], above: str) -> list[str]:
             section = section_of(info.annotation)
             mistakes += _unknown(below, section, f"{above}{name}.") if section else []
         elif not (model is ModelSpec and name == PRESET):
-            mistakes.append(f"{_told(below, above + name)}: no such field; {_hint(below, model, above, name)}")
+            later = LATER_FIELDS.get(above + name)
+            if later is not None:
+                mistakes.append(f"{_told(below, above + name)}: {above}{name} is not available yet; {later}")
+            else:
+                mistakes.append(f"{_told(below, above + name)}: no such field; {_hint(below, model, above, name)}")
     return mistakes
 
 
@@ -241,6 +256,8 @@ def _explain(root: Node, error: Any) -> str:
         return f"{_told(node, section)}: {name} is missing; give {_takes(name)}"
     wrong = "empty" if node.value is None else show(node.plain())
     told = _told(node, name)
+    if node.plain() in LATER_VALUES.get(name, ()):
+        return f"{told}: {not_yet(name.rpartition('.')[2], node.plain(), f'use {_takes(name)}')}"
     return f"{told}: {wrong} is not {_takes(name)}" if node.value is not None else f"{told}: empty; give {_takes(name)}"
 
 
@@ -276,6 +293,10 @@ def _places(root: Node, section: str, message: str) -> str:
     words = re.findall(r"[a-z_][a-z0-9_.]*[a-z0-9_]", message)
     named = [written.get(f"{section}.{word}" if section else word) or written.get(word) for word in words]
     nodes = [node for node in named if node is not None] or [written[section]] if section in written else named
+    if all(
+        node is None for node in nodes
+    ):  # what is wrong came with a preset or config.json: that was written, above the field
+        nodes = [written.get(word.rpartition(".")[0]) for word in words]
     places = list(dict.fromkeys(node.where for node in nodes if node is not None))[:3]
     prefix = f"{COMMAND_LINE}: "
     typed = [place.removeprefix(prefix) for place in places if place.startswith(prefix)]

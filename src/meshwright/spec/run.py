@@ -133,8 +133,8 @@ class RunSpec(Part):
             )
         if self.model.attn_dropout and self.attention == "sdpa":
             raise ValueError(
-                "attention=sdpa cannot drop attention weights the same way in every layout; "
-                "use attention=explicit, or model.attn_dropout=0"
+                f"model.attn_dropout={self.model.attn_dropout} cannot be had with attention=sdpa, whose masks would "
+                "depend on the layout; write model.attn_dropout=0 to train without it, or attention=explicit to keep it"
             )
         # A run may well end within its warm-up (a trial of a long run does), but not before its decay begins.
         warmup, decay = self.lr_schedule.warmup, self.lr_schedule.decay_steps or 0

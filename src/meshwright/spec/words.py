@@ -30,6 +30,23 @@ ALIASES = {
     "zero_stage": "layout.zero", "ranks": "layout.dp",
 }  # fmt: skip
 
+# What a run will one day take and does not yet: values of fields, and fields with what holds in their place.
+LATER_VALUES: dict[str, tuple[object, ...]] = {
+    "precision": ("bf16", "bfloat16"),
+    "layout.recompute": ("selective", "full", "all"),
+}
+LATER_FIELDS = {
+    "layout.schedule": "leave it out: one stage needs no schedule",
+    "layout.replicas": "leave it out: all data ranks are replicas",
+    "model.experts": "leave it out: models are dense",
+}
+
+
+def not_yet(name: str, value: object, instead: str) -> str:
+    """An option that is not available yet, and what is: "tp=2 is not available yet; use tp=1"."""
+    written = value if isinstance(value, str) else show(value)
+    return f"{name}={written} is not available yet; {instead}"
+
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
     """The section that a field of this type is, `X` or `X | None`; None for plain fields."""
