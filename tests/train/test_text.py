@@ -121,7 +121,7 @@ def test_stdlib_is_source_without_its_tests(out: Path, monkeypatch: pytest.Monke
 
 
 def test_bytes_round_trip() -> None:
-    made = Prepared(Path(), None, "bytes", 0, 0)
+    made = Prepared(0, Path(), None, "bytes", 0, 0)
     assert made.decode(made.encode("hé ≠ 日")) == "hé ≠ 日"
     assert made.encode("é") == [0xC3, 0xA9]
     assert made.decode([104, 300, 105, 0xC3]) == "hi\N{REPLACEMENT CHARACTER}"  # ids that no byte has are left out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
@@ -26,7 +25,7 @@ from meshwright.train.progress import Progress
 from meshwright.train.report import INTERRUPTED, OK, TERMINATED
 from meshwright.train.sample import generate
 from meshwright.train.signals import StopFlag
-from meshwright.train.text import Prepared, prepare
+from meshwright.train.together import prepare_together
 from meshwright.train.trainer import Totals, Trainer, Update
 
 # Ranks share their stop signals by adding them up: any SIGTERM outweighs every SIGINT.
@@ -61,7 +60,8 @@ class Loop:
         self.folder = Path(run.out)
         self.lead = mesh.rank == 0
         self.progress = Progress(run.steps, quiet=quiet, lead=self.lead)
-        self.prepared = self._prepare()
+        mesh.blackbox.note("preparing data")
+        self.prepared = prepare_together(run, mesh.world_group, mesh.device)
         self.data = Dataset(self.prepared.train, run.data.seq_len, run.seed)
         self.held_out = self._held_out()
         mesh.blackbox.note("building the model")
@@ -71,14 +71,6 @@ class Loop:
         self.validation_loss: float | None = None
 
     # -- start ------------------------------------------------------------------------------------------------
-
-    def _prepare(self) -> Prepared:
-        """One rank of each machine tokenises, where that is not done yet; the others wait and read."""
-        self.mesh.blackbox.note("preparing data")
-        first = int(os.environ.get("LOCAL_RANK", "0")) == 0
-        mine = prepare(self.run_spec.data, self.run_spec.model.vocab, self.folder / "data") if first else None
-        self.mesh.world_group.barrier("data.prepared")
-        return mine or prepare(self.run_spec.data, self.run_spec.model.vocab, self.folder / "data")
 
     def _held_out(self) -> Dataset | None:
         if self.prepared.held_out is None or not self.run_spec.validation.every:

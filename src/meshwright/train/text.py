@@ -25,8 +25,12 @@ _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests",
 
 @dataclass(frozen=True)
 class Prepared:
-    """Token files, 1-D .npy of integers below the vocabulary, and the words they stand for."""
+    """Token files, 1-D .npy of integers below the vocabulary, and the words they stand for.
 
+    `key`, 64 bits, tells what they were made from: equal keys on one machine are equal files.
+    """
+
+    key: int
     train: Path
     held_out: Path | None
     tokenizer: str
@@ -60,15 +64,42 @@ def prepare(data: Data, vocab: int, folder: Path) -> Prepared:
 
     Raises UserError for data, tokenizer or vocabulary that do not fit, and where `folder` cannot be written.
     """
-    if data.path != "stdlib" and data.path.endswith(".npy"):
+    if _is_tokens(data):
         return _from_tokens(data, vocab, folder)
     tokenizer = load_tokenizer(data.tokenizer)
     tokenizer.check(vocab)
     files = _find(data.path, folder)
-    train, held_out = _names(data, folder, vocab, [tokenizer.fingerprint], files)
+    key = _key(data, vocab, tokenizer, files)
+    train, held_out = _names(data, folder, key)
     if not _whole(train, held_out):
         _tokenise(files, tokenizer, data.held_out, train, held_out)
-    return _prepared(data, data.tokenizer, train, held_out)
+    return _prepared(data, data.tokenizer, key, train, held_out)
+
+
+def follow(data: Data, vocab: int, folder: Path, key: int) -> Prepared | None:
+    """What another process prepared with `key`, whatever the source is by now; None where it is not in `folder`."""
+    name = _tokenizer_name(data, vocab)
+    train, held_out = _names(data, folder, key)
+    if _is_tokens(data) and held_out is None:
+        train = Path(data.path)
+        found = train.exists() and _key(data, vocab, load_tokenizer(name), [_single_tokens(train)]) == key
+        return _prepared(data, name, key, train, None) if found else None
+    return _prepared(data, name, key, train, held_out) if _whole(train, held_out) else None
+
+
+def digest(prepared: Prepared) -> int:
+    """64 bits of what the token files hold, the same on every machine. Reads them through."""
+    parts = [tokenfile.digest(path) for path in (prepared.train, prepared.held_out) if path is not None]
+    return int.from_bytes(hashlib.blake2b(b"".join(parts), digest_size=8).digest(), "little", signed=True)
+
+
+def _is_tokens(data: Data) -> bool:
+    return data.path != "stdlib" and data.path.endswith(".npy")
+
+
+def _tokenizer_name(data: Data, vocab: int) -> str:
+    # Bytes are the default, and say nothing about ids in a file unless the vocabulary is that of bytes.
+    return "ids" if _is_tokens(data) and data.tokenizer == "bytes" and vocab != 256 else data.tokenizer
 
 
 # -- text -----------------------------------------------------------------------------------------------------------
@@ -197,25 +228,28 @@ def _documents(files: Sequence[_File], tokenizer: Tokenizer) -> Iterator[NDArray
 
 def _from_tokens(data: Data, vocab: int, folder: Path) -> Prepared:
     """Tokens that someone else made: used as they are with nothing held out, else cut in two."""
-    # Bytes are the default, and say nothing about ids in a file unless the vocabulary is that of bytes.
-    name = "ids" if data.tokenizer == "bytes" and vocab != 256 else data.tokenizer
+    name = _tokenizer_name(data, vocab)
     tokenizer = load_tokenizer(name)
     source = Path(data.path)
     tokens = tokenfile.open_tokens(source)
-    about = source.stat()
-    file = _File(source.name, source, about.st_size, about.st_mtime_ns)
-    train, held_out = _names(data, folder, vocab, [tokenizer.fingerprint], [file])
+    key = _key(data, vocab, tokenizer, [_single_tokens(source)])
+    train, held_out = _names(data, folder, key)
     if held_out is None:
         # The ids of a long file are read through once, not by each rank: an empty file says that they fit.
         checked = train.with_name(train.name.replace("-train", "-checked"))
         if not checked.exists():
             _check_ids(data.path, tokens, vocab)
             tokenfile.write(checked, [], np.dtype(np.uint8))
-        return _prepared(data, name, source, None)
+        return _prepared(data, name, key, source, None)
     if not _whole(train, held_out):
         _check_ids(data.path, tokens, vocab)
         _cut(tokens, data.held_out, train, held_out, tokenfile.smallest(vocab - 1))
-    return _prepared(data, name, train, held_out)
+    return _prepared(data, name, key, train, held_out)
+
+
+def _single_tokens(source: Path) -> _File:
+    about = source.stat()
+    return _File(source.name, source, about.st_size, about.st_mtime_ns)
 
 
 def _check_ids(path: str, tokens: NDArray[np.integer], vocab: int) -> None:
@@ -239,22 +273,26 @@ def _cut(tokens: NDArray[np.integer], held_out: float, train: Path, held: Path, 
 # -- files kept -----------------------------------------------------------------------------------------------------
 
 
-def _names(
-    data: Data, folder: Path, vocab: int, how: Sequence[str], files: Sequence[_File]
-) -> tuple[Path, Path | None]:
-    """Names of the token files, which change with anything they are made from."""
+def _key(data: Data, vocab: int, tokenizer: Tokenizer, files: Sequence[_File]) -> int:
+    """64 bits that change with anything the token files are made from."""
     source = data.path if data.path == "stdlib" else str(Path(data.path).resolve())
     listed = [[file.name, file.size, file.mtime_ns] for file in files]
-    made_from = json.dumps([source, vocab, data.held_out, *how, listed])
-    key = hashlib.sha256(made_from.encode("utf-8", errors="surrogateescape")).hexdigest()[:16]
-    return folder / f"{key}-train.npy", folder / f"{key}-held-out.npy" if data.held_out else None
+    made_from = json.dumps([source, vocab, data.held_out, tokenizer.fingerprint, listed])
+    found = hashlib.sha256(made_from.encode("utf-8", errors="surrogateescape")).digest()
+    return int.from_bytes(found[:8], "big", signed=True)
+
+
+def _names(data: Data, folder: Path, key: int) -> tuple[Path, Path | None]:
+    """The names of the token files of `key`."""
+    name = key.to_bytes(8, "big", signed=True).hex()
+    return folder / f"{name}-train.npy", folder / f"{name}-held-out.npy" if data.held_out else None
 
 
 def _whole(train: Path, held_out: Path | None) -> bool:
     return all(tokenfile.is_whole(path) for path in (train, held_out) if path is not None)
 
 
-def _prepared(data: Data, tokenizer: str, train: Path, held_out: Path | None) -> Prepared:
+def _prepared(data: Data, tokenizer: str, key: int, train: Path, held_out: Path | None) -> Prepared:
     """Raise UserError where there are too few tokens to train on or to validate with."""
     train_tokens = tokenfile.length(train)
     held_out_tokens = tokenfile.length(held_out) if held_out else 0
@@ -269,4 +307,4 @@ def _prepared(data: Data, tokenizer: str, train: Path, held_out: Path | None) ->
             f"data.held_out: {data.held_out} of {data.path} is {held_out_tokens} tokens, validation takes 2 or more; "
             "use a larger part or a longer text, or data.held_out=0"
         )
-    return Prepared(train, held_out, tokenizer, train_tokens, held_out_tokens)
+    return Prepared(key, train, held_out, tokenizer, train_tokens, held_out_tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import secrets
 import time
@@ -92,6 +93,15 @@ def length(path: Path) -> int:
     """Tokens in a whole token file."""
     with path.open("rb") as stream:
         return int(_header(stream)[0][0])
+
+
+def digest(path: Path) -> bytes:
+    """16 bytes that tell the tokens of a whole file, and their dtype, from any others. Reads it through."""
+    tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+    found = hashlib.blake2b(f"{tokens.dtype.str} {len(tokens)}".encode(), digest_size=16)
+    for part in chunks(tokens):
+        found.update(np.ascontiguousarray(part).data)
+    return found.digest()
 
 
 def write(path: Path, parts: Iterable[NDArray[np.integer]], dtype: np.dtype) -> None:

@@ -1,0 +1,51 @@
+"""All ranks train on the same tokens, whatever becomes of the text while they start.
+
+One rank of each machine tokenises, where that is not done yet. Rank 0 says under which key its token files lie; the
+others open those and do not look at the text again. A rank that cannot see them, because its machine shares no disk
+with rank 0's, takes what its own machine prepared and compares a digest of the tokens with rank 0's.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from meshwright.comm.collectives import Group
+from meshwright.spec.errors import UserError
+from meshwright.spec.run import RunSpec
+from meshwright.train.text import Prepared, digest, follow, prepare
+
+
+def prepare_together(run: RunSpec, world: Group, device: torch.device) -> Prepared:
+    """The run's token files, of equal content on all ranks; every rank of `world` calls it.
+
+    Raises what `prepare` raises, and UserError on a rank whose machine holds other tokens than rank 0's.
+    """
+    folder = Path(run.out) / "data"
+    # LOCAL_RANK is absent where a rank was started by hand: then each looks for itself.
+    first = int(os.environ.get("LOCAL_RANK", "0")) == 0
+    mine = prepare(run.data, run.model.vocab, folder) if first else None
+    world.barrier("data.prepared")
+    key = _from_rank_0(world, device, "data.choose", mine.key if mine else 0)
+    chosen = mine if mine and mine.key == key else follow(run.data, run.model.vocab, folder, key)
+    lacking = torch.tensor([chosen is None], dtype=torch.int64, device=device)
+    world.all_reduce(lacking, reason="data.lacking", phase="step")
+    if not lacking:
+        assert chosen is not None
+        return chosen
+    found = chosen or mine or prepare(run.data, run.model.vocab, folder)
+    theirs = _from_rank_0(world, device, "data.digest", digest(found) if world.rank == 0 else 0)
+    if chosen is None and digest(found) != theirs:
+        raise UserError(
+            f"data.path: {run.data.path} is not the same for rank {world.rank} as for rank 0; give all machines the "
+            "same files, leave them unchanged while the run starts, or set out to a folder that all machines share"
+        )
+    return found
+
+
+def _from_rank_0(world: Group, device: torch.device, reason: str, number: int) -> int:
+    shared = torch.tensor([number], dtype=torch.int64, device=device)
+    world.broadcast(shared, 0, reason=reason, phase="step")
+    return int(shared)
