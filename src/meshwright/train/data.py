@@ -10,6 +10,7 @@ from torch import Tensor
 
 from meshwright.model.loss import IGNORE
 from meshwright.spec.errors import UserError
+from meshwright.train.shuffle import shuffled
 
 
 class Dataset:
@@ -19,8 +20,7 @@ class Dataset:
     is split over ranks. The last sample may be short: it is padded, and its missing targets are IGNORE. Every token
     but the first is a target exactly once an epoch.
 
-    An epoch's order is a seeded permutation, drawn when the epoch is first asked for. It takes 8 bytes a sample, and
-    up to two epochs' are kept.
+    An epoch's order is a permutation that follows from seed and epoch (`shuffle.py`); no table of it is kept.
     """
 
     def __init__(self, path: Path, seq_len: int, seed: int) -> None:
@@ -28,7 +28,6 @@ class Dataset:
         self._seq_len = seq_len
         self._seed = seed
         self._length = -(-(len(self._tokens) - 1) // seq_len)
-        self._orders: dict[int, np.ndarray] = {}
         if self._length < 1:
             raise UserError(f"data: {path} holds {len(self._tokens)} tokens; a sample needs at least 2")
 
@@ -44,8 +43,11 @@ class Dataset:
         """
         places = np.arange(step * sequences, (step + 1) * sequences, dtype=np.int64)
         epochs, inside = np.divmod(places, self._length)
-        chosen = [self._order(int(epoch))[place] for epoch, place in zip(epochs, inside, strict=True)]
-        return torch.tensor(chosen, dtype=torch.int64)
+        parts = [
+            shuffled(inside[epochs == epoch], self._length, seed=self._seed, epoch=int(epoch))
+            for epoch in range(int(epochs[0]), int(epochs[-1]) + 1)
+        ]
+        return torch.from_numpy(np.concatenate(parts))
 
     def batch(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens and targets of the samples `ids`, int64 [B, seq_len] each; targets past the end are IGNORE."""
@@ -62,10 +64,3 @@ class Dataset:
         """Up to `sequences` samples spread evenly over the file, always the same ones: for validation."""
         count = min(sequences, self._length)
         return torch.arange(count, dtype=torch.int64) * self._length // count
-
-    def _order(self, epoch: int) -> np.ndarray:
-        if epoch not in self._orders:
-            # A step touches one epoch or few; older orders are drawn again if ever needed.
-            self._orders = {e: order for e, order in self._orders.items() if e == epoch - 1}
-            self._orders[epoch] = np.random.default_rng([self._seed, epoch]).permutation(self._length)
-        return self._orders[epoch]
