@@ -5,8 +5,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.model.base import LanguageModel
-from meshwright.model.loss import IGNORE, ROWS, chunked_cross_entropy, cross_entropy
+from meshwright.model.loss import IGNORE, chunked_cross_entropy, cross_entropy
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.run import LOSS_ROWS
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -24,7 +25,7 @@ def close(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool((a - b).norm() <= 1e-12 * b.norm())
 
 
-@pytest.mark.parametrize("tokens", [1, 5, ROWS, ROWS + 1, 3 * ROWS + 7])
+@pytest.mark.parametrize("tokens", [1, 5, LOSS_ROWS, LOSS_ROWS + 1, 3 * LOSS_ROWS + 7])
 def test_chunked_equals_full(tokens: int) -> None:
     hidden, weight, targets = case(tokens)
     full = cross_entropy(hidden @ weight.t(), targets)
@@ -45,7 +46,7 @@ def test_full_is_the_definition() -> None:
 
 
 def test_chunked_gives_only_the_gradients_asked_for() -> None:
-    hidden, weight, targets = case(ROWS + 3)
+    hidden, weight, targets = case(LOSS_ROWS + 3)
     expected = torch.autograd.grad(cross_entropy(hidden @ weight.t(), targets), (hidden, weight))
     (alone,) = torch.autograd.grad(chunked_cross_entropy(hidden, weight.detach(), targets), hidden)
     assert close(alone, expected[0])
@@ -71,13 +72,13 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("kind", ["full", "chunked"])
 def test_chunked_never_holds_all_logits(kind: str) -> None:
-    hidden, weight, targets = case(4 * ROWS, vocab=512)
+    hidden, weight, targets = case(4 * LOSS_ROWS, vocab=512)
     with Largest() as seen:
         if kind == "full":
             cross_entropy(hidden @ weight.t(), targets).backward()
         else:
             chunked_cross_entropy(hidden, weight, targets).backward()
-    assert seen.numel == (4 * ROWS if kind == "full" else ROWS) * 512
+    assert seen.numel == (4 * LOSS_ROWS if kind == "full" else LOSS_ROWS) * 512
 
 
 def test_evaluation_computes_no_gradients() -> None:

@@ -8,7 +8,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshwright.model.build import build
-from meshwright.model.loss import ROWS
 from meshwright.parallel.placement import plain_placements
 from meshwright.parallel.units import plan_units
 from meshwright.predict import activations, memory
@@ -16,7 +15,7 @@ from meshwright.predict.params import buffer_count, count
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec, RopeScaling
 from meshwright.spec.presets import PRESETS
-from meshwright.spec.run import Batch, Data, RunSpec
+from meshwright.spec.run import LOSS_ROWS, Batch, Data, RunSpec
 
 DTYPES = {"fp32": torch.float32, "float64": torch.float64}
 GPT2 = ModelSpec(family="gpt2", vocab=33, hidden=16, layers=2, heads=4, max_seq=256)
@@ -75,13 +74,12 @@ def test_the_loss_counts_every_copy_of_the_logits() -> None:
 
 
 def test_a_chunked_loss_holds_no_more_than_a_chunk_of_logits() -> None:
-    assert memory.LOSS_ROWS == ROWS
     spec = PRESETS["qwen3-8b"]
     logits = [
         memory.loss_workspace(spec, tokens=tokens, dtype_bytes=4, loss="chunked")["logits"]
-        for tokens in (64, ROWS, 8192)
+        for tokens in (64, LOSS_ROWS, 8192)
     ]
-    assert logits == [64 * spec.vocab * 4, ROWS * spec.vocab * 4, ROWS * spec.vocab * 4]
+    assert logits == [64 * spec.vocab * 4, LOSS_ROWS * spec.vocab * 4, LOSS_ROWS * spec.vocab * 4]
 
 
 @pytest.mark.parametrize("loss", ["full", "chunked"])

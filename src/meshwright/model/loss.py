@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from meshwright.spec.run import LOSS_ROWS
+
 IGNORE = -100  # a target that does not count
-ROWS = 256  # tokens whose logits the chunked loss holds at once
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -41,17 +42,20 @@ class _Chunked(torch.autograd.Function):
         for_hidden, for_weight = (backward_follows and needed for needed in ctx.needs_input_grad[:2])
         dhidden = torch.empty_like(hidden) if for_hidden else None
         dweight = torch.zeros_like(weight, dtype=wide) if for_weight else None
-        for begin in range(0, len(hidden), ROWS):
-            part, target = hidden[begin : begin + ROWS], targets[begin : begin + ROWS]
+        for begin in range(0, len(hidden), LOSS_ROWS):
+            part, target = hidden[begin : begin + LOSS_ROWS], targets[begin : begin + LOSS_ROWS]
             logp = F.log_softmax(part @ weight.t(), dim=-1, dtype=wide)
             total += F.nll_loss(logp, target, reduction="sum", ignore_index=IGNORE)
             if dhidden is None and dweight is None:
+                del logp
                 continue
             grad = _softmax_minus_one_hot_(logp, target).to(weight.dtype)
+            del logp  # its memory is the gradient's, or free for the products
             if dhidden is not None:
-                torch.mm(grad, weight, out=dhidden[begin : begin + ROWS])
+                torch.mm(grad, weight, out=dhidden[begin : begin + LOSS_ROWS])
             if dweight is not None:
                 _add_product_(dweight, grad, part)
+            del grad  # before the next chunk's logits come
         ctx.save_for_backward(dhidden, None if dweight is None else dweight.to(weight.dtype))
         return total
 

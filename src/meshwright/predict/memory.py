@@ -17,11 +17,10 @@ from meshwright.predict.params import buffer_count, count, segments
 from meshwright.spec.batch import micro_batches
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.run import RunSpec
+from meshwright.spec.run import LOSS_ROWS, RunSpec
 
 DTYPE_BYTES = {"fp32": 4, "float64": 8}
 STATES = ("parameters", "gradients", "adam moments", "step counters")
-LOSS_ROWS = 256  # tokens whose logits the chunked loss holds at once
 
 
 @dataclass(frozen=True)
@@ -81,15 +80,14 @@ def loss_workspace(
 
     Full: forward has the logits beside their saved log-softmax; backward instead has two gradients, that of the
     log-softmax and that of the logits, so "logits" counts the place of logits or their gradient and "loss
-    workspace" the other one. Chunked: logits and log-softmax of one chunk, beside the gradient of the chunk before
-    it; later the scaled gradients of hidden states and head, which may be more.
+    workspace" the other one. Chunked: logits and log-softmax of one chunk; later the scaled gradients of hidden states
+    and head, which may be more.
     """
     wide = max(dtype_bytes, 4)
     rows = tokens if loss == "full" else min(tokens, LOSS_ROWS)
     copy = rows * spec.vocab
     workspace = copy * wide
     if loss == "chunked" and tokens:
-        workspace += copy * dtype_bytes if tokens > LOSS_ROWS else 0
         scaled = (spec.vocab + tokens) * spec.hidden * dtype_bytes
         workspace = max(workspace, scaled - copy * dtype_bytes)
     return {"logits": copy * dtype_bytes, "loss workspace": workspace}

@@ -14,6 +14,9 @@ Count = Annotated[int, Field(gt=0, lt=2**31)]
 Text = Annotated[str, Field(min_length=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
+LOSS_ROWS = 256
+"""Tokens whose logits the chunked loss holds at once."""
+
 
 class Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
