@@ -95,6 +95,16 @@ def test_damaged_checkpoints_never_begin_a_run_anew_unasked(folder, ranks):
     }  # fmt: skip
 
 
+def test_a_run_that_goes_on_with_another_text_says_so(folder, ranks):
+    ranks.run(2, life, run_of("steps=1"), folder)
+    (_, _, said), _ = ranks.run(2, life, run_of("steps=2"), folder)
+    assert not [line for line in said if "changed" in line and "steps" not in line]
+    with open("text.txt", "a") as text:
+        text.write("one more line\n")
+    (_, _, said), _ = ranks.run(2, life, run_of("steps=3"), folder)
+    assert any(line.startswith("changed since that checkpoint: the files of data.path") for line in said)
+
+
 def test_a_step_to_go_on_from_must_be_there(folder):
     with pytest.raises(
         UserError, match=r"run/checkpoints has no checkpoint of step 99, and none of any other; use auto"

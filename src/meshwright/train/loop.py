@@ -92,7 +92,10 @@ class Loop:
         self._set_aside(after=step)
         self.counts = state.Counts.of(about)
         self.progress.message(f"resumed after step {step} from {self.folder / 'checkpoints'}")
-        for change in state.changed_options(self.run_spec, about):
+        changes = state.changed_options(self.run_spec, about)
+        if about.get("data", self.prepared.key) != self.prepared.key:
+            changes.append("the files of data.path, by name, size or time; the samples to come may be others")
+        for change in changes:
             self.progress.message(f"changed since that checkpoint: {change}")
         return step
 
@@ -212,7 +215,7 @@ class Loop:
         if not due or not self.lead:
             return
         self.mesh.blackbox.note("saving a checkpoint")
-        about = state.meta(self.trainer, step, self.counts)
+        about = state.meta(self.trainer, step, self.counts) | {"data": self.prepared.key}
         try:
             where = checkpoint.save(
                 self.folder / "checkpoints", step, state.tensors(self.trainer), about, keep=options.keep
