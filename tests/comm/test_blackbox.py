@@ -63,6 +63,16 @@ def test_a_note_holds_until_the_next_collective(tmp_path: Path) -> None:
     assert read(path).note == "forward"
 
 
+def test_work_without_communication_can_be_seen_to_advance(tmp_path: Path) -> None:
+    path = tmp_path / "box"
+    box = BlackBox(path)
+    assert read(path).ticks == 0
+    box.note("saving a checkpoint")
+    box.tick()
+    box.tick()
+    assert (read(path).ticks, read(path).note) == (3, "saving a checkpoint")
+
+
 def test_long_texts_are_cut_between_fields(tmp_path: Path) -> None:
     path = tmp_path / "box"
     box = BlackBox(path)

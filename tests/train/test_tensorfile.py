@@ -52,3 +52,13 @@ def test_wide_items_lie_aligned(tmp_path):
 def test_a_dtype_that_the_format_lacks(tmp_path):
     with pytest.raises(KeyError):
         tensorfile.write(tmp_path / "t", {"a": torch.ones(1, dtype=torch.complex128)})
+
+
+def test_a_write_tells_that_it_advances_and_flushes_on_the_way(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensorfile, "_CHUNK", 100)
+    monkeypatch.setattr(tensorfile, "_FLUSH_EVERY", 1000)
+    done, flushed = [], []
+    monkeypatch.setattr(tensorfile.os, "fdatasync", lambda _: flushed.append((tmp_path / "t").stat().st_size))
+    tensorfile.write(tmp_path / "t", {"a": torch.ones(1000)}, advance=lambda: done.append(1))
+    assert len(done) == 41  # the header and 4,000 bytes
+    assert len(flushed) == 4 and flushed[0] >= 1000

@@ -28,7 +28,9 @@ _STEP_AT = 16
 _ENTRY_AT = _HEAD.size
 _STATE_AT = _ENTRY_AT + 16
 _NOTE_AT = _ENTRY_AT + _ENTRY.size
-_SIZE = _NOTE_AT + _NOTE.size
+_TICKS = struct.Struct("<q")
+_TICKS_AT = _NOTE_AT + _NOTE.size
+_SIZE = _TICKS_AT + _TICKS.size
 _WIDTHS = (24, 32, 104)  # bytes of operation, axis, reason
 _STATES = ("new", "in", "done")
 _IN, _DONE = 1, 2
@@ -48,6 +50,7 @@ class Record:
     reason: str
     time: float  # seconds since the epoch at which that collective was issued or waited for
     note: str  # what the rank said it was doing since that collective; "" if nothing
+    ticks: int  # how often the rank said that it advances in work without communication
 
 
 def box_path(folder: str | os.PathLike[str], rank: int) -> Path:
@@ -63,6 +66,7 @@ class BlackBox:
         self._texts: dict[tuple[str, str, str], bytes] = {}
         self._sequence = 0
         self._step = 0
+        self._ticks = 0
         _HEAD.pack_into(self._map, 0, _MAGIC, os.getpid(), rank, 0)
 
     @classmethod
@@ -107,6 +111,15 @@ class BlackBox:
     def note(self, text: str) -> None:
         """This rank does something other than communicate, for example "loading data"; holds until the next `enter`."""
         _NOTE.pack_into(self._map, _NOTE_AT, self._sequence, time.time(), _clip(text, 104))
+        self.tick()
+
+    def tick(self) -> None:
+        """This rank advances in work without communication that may take long, such as a save.
+
+        Whoever waits for the rank tells by this a slow one from one that hangs.
+        """
+        self._ticks += 1
+        _TICKS.pack_into(self._map, _TICKS_AT, self._ticks)
 
 
 def read(path: str | os.PathLike[str]) -> Record | None:
@@ -121,6 +134,7 @@ def read(path: str | os.PathLike[str]) -> Record | None:
     _, pid, rank, step = _HEAD.unpack_from(data, 0)
     sequence, entered, state, text = _ENTRY.unpack_from(data, _ENTRY_AT)
     noted, _, note = _NOTE.unpack_from(data, _NOTE_AT)
+    (ticks,) = _TICKS.unpack_from(data, _TICKS_AT)
     op, axis, reason = (_text(text[start : start + width]) for start, width in zip((0, 24, 56), _WIDTHS, strict=True))
     return Record(
         pid=pid,
@@ -133,6 +147,7 @@ def read(path: str | os.PathLike[str]) -> Record | None:
         reason=reason,
         time=entered,
         note=_text(note) if noted >= sequence else "",
+        ticks=ticks,
     )
 
 

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.comm.blackbox import BlackBox
 from meshwright.comm.check import Checks
 from meshwright.comm.collectives import Group
+from meshwright.comm.lead import Lead
 from meshwright.comm.ledger import Ledger
 from meshwright.comm.scratch import Scratch
 from meshwright.spec.layout import AXES, Axis, Layout
@@ -32,7 +33,8 @@ class Mesh:
     """All ranks of a run on their axes, seen from this one.
 
     rank, world: this rank's number and how many there are. sizes, coords: by axis, sizes[axis] ranks and this rank's
-    place 0 … sizes[axis] - 1. device: where this rank computes. ledger, blackbox: shared by all groups.
+    place 0 … sizes[axis] - 1. device: where this rank computes. ledger, blackbox: shared by all groups. lead: what
+    rank 0 does alone while the others wait.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Mesh:
         self.ledger = Ledger()
         self._scratch = Scratch()
         self.blackbox = BlackBox.from_environment(rank)
+        self.lead = Lead(rank, self.world, self.blackbox, timeout)
         self._timeout = timeout
         self._groups: dict[tuple[Axis, ...], Group] = {}
         self._process_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}

@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,11 +48,19 @@ class Newest:
     skipped: tuple[str, ...]
 
 
-def save(folder: Path, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], keep: int) -> Path:
+def save(
+    folder: Path,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    meta: Mapping[str, Any],
+    keep: int,
+    advance: Callable[[], None] = lambda: None,
+) -> Path:
     """Write the checkpoint of `step`, then remove all but the newest `keep`.
 
-    `meta` must be JSON. Saving a step again replaces it. Raises CheckpointError where the file system refuses
-    (disk full, no permission); what was written of this checkpoint is removed then.
+    `meta` must be JSON. Saving a step again replaces it. `advance` is called again and again meanwhile. Raises
+    CheckpointError where the file system refuses (disk full, no permission); what was written of this checkpoint is
+    removed then.
     """
     target = place(folder, step)
     aside = _aside(target)
@@ -60,7 +68,7 @@ def save(folder: Path, step: int, tensors: Mapping[str, Tensor], meta: Mapping[s
         folder.mkdir(parents=True, exist_ok=True)
         _clear_leftovers(folder)
         aside.mkdir()
-        _write(aside, tensors, meta)
+        _write(aside, tensors, meta, advance)
         _put_in_place(aside, target, former(folder, step))
     except OSError as error:
         shutil.rmtree(aside, ignore_errors=True)
@@ -116,8 +124,8 @@ def _aside(target: Path, what: str = "") -> Path:
     return target.with_name(f".saving-{os.getpid()}-{what}{target.name}")
 
 
-def _write(aside: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-    size, checksum = tensorfile.write(aside / TENSORS, tensors)
+def _write(aside: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], advance: Callable[[], None]) -> None:
+    size, checksum = tensorfile.write(aside / TENSORS, tensors, advance)
     about = {"meta": dict(meta), "bytes": size, "crc32": checksum}
     with open(aside / META, "w", encoding="utf-8") as file:
         json.dump(about | {"meta_crc32": _meta_checksum(about)}, file)

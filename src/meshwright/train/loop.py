@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from meshwright.comm import runtime
 from meshwright.comm.mesh import Mesh
 from meshwright.predict.flops import utilisation
 from meshwright.spec.errors import RunError, UserError
+from meshwright.spec.exits import INTERRUPTED, OK, TERMINATED
 from meshwright.spec.load import dump_run
 from meshwright.spec.run import RunSpec
 from meshwright.train import checkpoint, state
@@ -22,7 +24,6 @@ from meshwright.train.folders import check_resume
 from meshwright.train.metrics import Metrics
 from meshwright.train.peak import Peak, device_peak
 from meshwright.train.progress import Progress
-from meshwright.train.report import INTERRUPTED, OK, TERMINATED
 from meshwright.train.sample import generate
 from meshwright.train.signals import StopFlag
 from meshwright.train.together import prepare_together
@@ -212,14 +213,17 @@ class Loop:
         if not options.every and not stopping:
             return
         due = stopping or step == self.run_spec.steps or (options.every and step % options.every == 0)
-        if not due or not self.lead:
+        if not due:
             return
-        self.mesh.blackbox.note("saving a checkpoint")
+        with self.mesh.lead.works("saving a checkpoint") as advance:
+            if self.lead:
+                self._save_now(step, stopping, advance)
+
+    def _save_now(self, step: int, stopping: bool, advance: Callable[[], None]) -> None:
         about = state.meta(self.trainer, step, self.counts) | {"data": self.prepared.key}
+        folder, keep = self.folder / "checkpoints", self.run_spec.checkpoint.keep
         try:
-            where = checkpoint.save(
-                self.folder / "checkpoints", step, state.tensors(self.trainer), about, keep=options.keep
-            )
+            where = checkpoint.save(folder, step, state.tensors(self.trainer), about, keep=keep, advance=advance)
         except checkpoint.CheckpointError as error:
             # Training is worth more than this one save; the last whole checkpoint is still there.
             self.progress.message(f"warning: checkpoint of step {step} failed: {error}")

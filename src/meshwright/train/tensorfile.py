@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -22,22 +22,28 @@ _DTYPES = {
 }  # fmt: skip
 _CHUNK = 1 << 22  # bytes summed and written at once
 _ALIGN = 8
+_FLUSH_EVERY = 1 << 28  # bytes; so that the last flush, which tells of no advance, has little to do on a slow disk
 
 
-def write(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+def write(path: Path, tensors: Mapping[str, Tensor], advance: Callable[[], None] = lambda: None) -> tuple[int, int]:
     """Write `tensors` by name, on any device and with any strides, and flush them to the disk.
 
-    Returns the file's bytes and CRC-32. Takes memory only for a tensor that is not contiguous or not on the CPU.
-    Raises OSError, and KeyError for a dtype that the format lacks.
+    `advance` is called after each few MB. Returns the file's bytes and CRC-32. Takes memory only for a tensor that is
+    not contiguous or not on the CPU. Raises OSError, and KeyError for a dtype that the format lacks.
     """
     # Wide items first keep every tensor aligned to its item, which readers ask for.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    size = checksum = 0
+    size = checksum = flushed = 0
     with open(path, "wb") as stream:
         for part in _parts([(name, tensors[name]) for name in order]):
             checksum = zlib.crc32(part, checksum)
             size += len(part)
             stream.write(part)
+            if size - flushed >= _FLUSH_EVERY:
+                stream.flush()
+                os.fdatasync(stream.fileno())
+                flushed = size
+            advance()
         stream.flush()
         os.fsync(stream.fileno())
     return size, checksum

@@ -12,8 +12,17 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any, Self
 
+from meshwright.spec.exits import (
+    ANSWER_NO,
+    FAILED,
+    INTERRUPTED,
+    OK,
+    ORDERLY,
+    READER_GONE,
+    TERMINATED,
+    WRONG_INPUT,
+)
 from meshwright.train.postmortem import Evidence, Failed, Failure
-from meshwright.train.report import ANSWER_NO, FAILED, INTERRUPTED, OK, ORDERLY, TERMINATED, WRONG_INPUT
 from meshwright.train.signals import SECOND_INTERRUPT_AFTER
 
 PATIENCE = 5.0
@@ -56,9 +65,9 @@ class StopRequests:
 class Watch:
     """One look at a time (`look`, every tenth of a second) until there is an exit code.
 
-    A rank is over in order with 0, 3, 130 or 143; anything else is a failure and ends the run. Once a stop is asked
-    for, by a signal to the launcher or by a rank that ended with 130 or 143, the ranks have `grace` seconds, counted
-    anew whenever one of them communicates.
+    A rank is over in order with 0, 3, 130, 141 or 143; anything else is a failure and ends the run. Once a stop is
+    asked for, by a signal to the launcher or by a rank that ended with 130, 141 or 143, the ranks have `grace` seconds,
+    counted anew whenever one of them communicates or its black box says that it advances.
     """
 
     def __init__(
@@ -75,7 +84,7 @@ class Watch:
         self._evidence, self._requests, self._grace, self._say = evidence, requests, grace, say
         self._ends: dict[int, tuple[int, float]] = {}
         self._forwarded = False
-        self._progress: tuple[int, ...] = ()
+        self._progress: tuple[object, ...] = ()
         self._deadline: float | None = None
 
     def look(self) -> int | None:
@@ -96,11 +105,14 @@ class Watch:
                 self._ends[rank] = (code, time.time())
 
     def _stop_signal(self) -> int | None:
-        """The signal by which the run was asked to stop, at the launcher or at any one rank."""
+        """The signal by which the run was asked to stop, at the launcher or at any one rank.
+
+        SIGPIPE where a rank's reader has gone: that rank has ended, and the others are to end soon.
+        """
         if self._requests.signal is not None:
             return self._requests.signal
         codes = {code for code, _ in self._ends.values()}
-        return signal.SIGTERM if TERMINATED in codes else signal.SIGINT if INTERRUPTED in codes else None
+        return next((code - 128 for code in (TERMINATED, INTERRUPTED, READER_GONE) if code in codes), None)
 
     def _orderly_code(self) -> int:
         number = self._stop_signal()
@@ -118,7 +130,7 @@ class Watch:
                 if process.poll() is None:
                     _signal_group(process.pid, number)
         boxes = [self._evidence.box(rank) for rank in self.processes]
-        progress = (len(self._ends), *(box.sequence if box else -1 for box in boxes))
+        progress = (len(self._ends), *((box.sequence, box.ticks) if box else None for box in boxes))
         if self._deadline is None or progress != self._progress:
             self._progress, self._deadline = progress, now + self._grace
         if not self._requests.at_once and now < self._deadline:
