@@ -14,6 +14,7 @@ import pytest
 from meshwright.cli.errors import guarded
 from meshwright.cli.main import COMMANDS, run
 from meshwright.spec.errors import RunError, UserError
+from meshwright.spec.exits import RanksEnded
 
 
 def raising(error: BaseException) -> Callable[[], int]:
@@ -32,6 +33,10 @@ def raising(error: BaseException) -> Callable[[], int]:
         (KeyboardInterrupt(), 130, "meshwright: interrupted\n"),
         (click.UsageError("no"), 2, "Error: no\n"),
         (click.exceptions.Exit(3), 3, ""),
+        (RanksEnded(1), 1, "meshwright: failed: the ranks ended with exit code 1\n"),
+        (RanksEnded(2), 2, ""),  # a rank has said it
+        (RanksEnded(130), 130, "meshwright: interrupted\n"),
+        (RanksEnded(143), 143, "meshwright: terminated\n"),
         (
             BrokenPipeError("a rank's"),
             1,
@@ -111,7 +116,7 @@ def test_a_process_ends_with_the_code(tmp_path: Path) -> None:
 
 
 def test_a_rank_of_torchrun_says_it_once() -> None:
-    world = {"WORLD_SIZE": "3", "LOCAL_RANK": "0", "RANK": "0"}
+    world = {"WORLD_SIZE": "3", "LOCAL_RANK": "0", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     ended = meshwright("train", "layout.dp=2", env=world)
     assert ended.returncode == 2
     assert "is not the number of ranks, 3" in ended.stderr

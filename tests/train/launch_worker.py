@@ -109,7 +109,22 @@ def answer_no() -> None:
     sys.exit(3)
 
 
-def stop_in_order(number: int, times: int = 1, seconds: float = 0.3, progress: bool = False) -> None:
+def reader_goes() -> None:
+    """Rank 0 finds out at the end that nobody reads; rank 1 has still something to do."""
+    if rank == 1:
+        time.sleep(0.5)
+        (folder / "saved1").touch()
+        return
+    while not (folder / "gone").exists():
+        time.sleep(0.01)
+    print("farewell", flush=True)
+
+
+def breaks_another_pipe() -> None:
+    raise BrokenPipeError(32, "Broken pipe")
+
+
+def stop_in_order(number: int, times: int = 1, seconds: float = 0.3, progress: str = "") -> None:
     """The launcher is told to stop; the ranks take some time to finish their step, save, and end."""
     box = BlackBox.from_environment(rank)
     with StopFlag() as flag:
@@ -121,9 +136,13 @@ def stop_in_order(number: int, times: int = 1, seconds: float = 0.3, progress: b
         while flag.requested is None:
             time.sleep(0.01)
         end = time.monotonic() + seconds
+        if rank == 0:
+            box.note("saving a checkpoint")
         while time.monotonic() < end:
-            if progress:
+            if progress == "communicates":
                 box.enter("all_reduce", "dp", "zero.reduce")
+            if progress == "saves" and rank == 0:
+                box.tick()
             time.sleep(0.05)
         (folder / f"saved{rank}").touch()
         sys.exit(128 + flag.requested)
@@ -209,7 +228,8 @@ cases = {
     "interrupted": lambda: stop_in_order(signal.SIGINT),
     "interrupted_twice_at_once": lambda: stop_in_order(signal.SIGINT, times=2, seconds=1.0),
     "terminated": lambda: stop_in_order(signal.SIGTERM),
-    "stops_slowly": lambda: stop_in_order(signal.SIGINT, seconds=1.5, progress=True),
+    "stops_slowly": lambda: stop_in_order(signal.SIGINT, seconds=1.5, progress="communicates"),
+    "saves_slowly": lambda: stop_in_order(signal.SIGINT, seconds=1.5, progress="saves"),
     "does_not_stop": lambda: stop_in_order(signal.SIGINT, seconds=300),
 }
 (cases.get(case) or globals()[case])()

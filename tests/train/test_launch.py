@@ -14,6 +14,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from meshwright.spec.errors import RunError, UserError
+from meshwright.spec.exits import RanksEnded
 from meshwright.train import watch
 from meshwright.train.launch import launch
 from meshwright.train.postmortem import Failure
@@ -178,6 +179,36 @@ def test_a_rank_killed_in_a_real_collective(ranks: Ranks) -> None:
     ]
 
 
+def test_who_calls_may_ask_for_the_code_as_an_exception(ranks: Ranks) -> None:
+    for case, code in (("answer_no", 3), ("wrong_input", 2), ("raises", 1), ("terminated", 143)):
+        with pytest.raises(RanksEnded, match=f"exit code {code}") as ended:
+            ranks(case, check=True)
+        assert ended.value.code == code
+        for file in ranks.folder.glob("*ready*"):
+            file.unlink()
+    assert ranks("hello", check=True) == 0
+
+
+READER = "import sys, pathlib; from meshwright.train.launch import launch; case, w, f = sys.argv[1:]\n"
+READER += "sys.exit(launch([case, f], ranks=2, folder=pathlib.Path(f, 'out'), entry=w))"
+
+
+def test_a_reader_that_goes_away_is_no_failure(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", READER, "reader_goes", WORKER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None and launcher.stderr is not None
+        launcher.stdout.close()
+        (tmp_path / "gone").touch()
+        assert launcher.stderr.read() == ""
+    assert launcher.returncode == 141
+    assert (tmp_path / "saved1").exists(), "the other rank was left to finish"
+
+
+def test_another_pipe_that_breaks_is_a_failure(ranks: Ranks) -> None:
+    assert ranks("breaks_another_pipe", ranks=1) == 1
+    assert "BrokenPipeError" in ranks.err
+
+
 # -- a run is stopped ------------------------------------------------------------------------------------------------
 
 
@@ -195,8 +226,9 @@ def test_a_signal_to_one_rank_stops_all(ranks: Ranks) -> None:
     assert ranks.saved() == ["saved0", "saved1"] and ranks.err == ""
 
 
-def test_ranks_that_make_progress_are_waited_for(ranks: Ranks) -> None:
-    assert ranks("stops_slowly", grace=0.5) == 130
+@pytest.mark.parametrize("case", ["stops_slowly", "saves_slowly"])
+def test_ranks_that_make_progress_are_waited_for(ranks: Ranks, case: str) -> None:
+    assert ranks(case, grace=0.5) == 130
     assert ranks.saved() == ["saved0", "saved1"]
 
 
@@ -320,9 +352,55 @@ def test_the_first_record_stays_and_torch_can_read_it(tmp_path: Path, monkeypatc
     assert [path.name for path in tmp_path.iterdir()] == ["error.json"]
 
 
-def test_recording_never_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "no" / "folder" / "error.json"))
-    record_failure(RunError("full disk"))
+@pytest.mark.parametrize("file", ["no/folder/error.json", "folder"])
+def test_an_error_that_cannot_be_recorded_is_told_all_the_same(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing half-written stays, and neither the error nor its exit code is lost."""
+    (tmp_path / "folder").mkdir(mode=0o500)
+    before = sorted(tmp_path.rglob("*"))
+    for name in ("RANK", LAUNCHED):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(ERROR_FILE, str(tmp_path / file))
+    assert run_guarded(lambda: _raise(RunError("full disk"))) == 1
+    assert capsys.readouterr().err == "meshwright: failed: full disk\n"
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_disk_that_fills_up_while_an_error_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", full)
+        record_failure(RunError("first"))
+    assert list(tmp_path.iterdir()) == [], "nothing, or the whole"
+    record_failure(RunError("second"))
+    assert json.loads((tmp_path / "error.json").read_text())["meshwright"]["message"] == "second"
+
+
+def test_one_rank_says_what_all_have_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under torchrun, whichever comes first; and an echo is never the earliest failure in torch's summary."""
+    monkeypatch.delenv(LAUNCHED, raising=False)
+    monkeypatch.setattr("meshwright.train.report._leave", lambda code: None)
+    echo = RunError("lost")
+    echo.__cause__ = RuntimeError("Connection reset by peer")
+    said = []
+    for rank, error in (("2", UserError("out: no")), ("0", UserError("out: no")), ("1", echo), ("3", RunError("own"))):
+        (tmp_path / rank).mkdir()
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv(ERROR_FILE, str(tmp_path / rank / "error.json"))
+        run_guarded(lambda error=error: _raise(error))  # type: ignore[misc]
+        said.append(capsys.readouterr().err)
+    assert said == ["meshwright: error: out: no\n", "", "", "meshwright: rank 3 failed: own\n"]
+    when = {
+        r: int(json.loads((tmp_path / r / "error.json").read_text())["message"]["extraInfo"]["timestamp"])
+        for r in "0123"
+    }
+    assert when["1"] > when["0"] or when["1"] > when["2"]
 
 
 def test_echoes_are_told_by_what_lies_behind_them() -> None:

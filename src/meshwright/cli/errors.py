@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import select
-import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -12,10 +9,8 @@ from collections.abc import Callable
 import click
 
 from meshwright.spec.errors import RunError, UserError
-
-DONE, FAILED, WRONG_INPUT, ANSWER_NO = 0, 1, 2, 3
-INTERRUPTED = 128 + signal.SIGINT
-READER_GONE = 128 + signal.SIGPIPE  # what a shell shows for any tool whose reader went away, as in `| head`
+from meshwright.spec.exits import FAILED, INTERRUPTED, OK, READER_GONE, TERMINATED, WRONG_INPUT, RanksEnded
+from meshwright.train.report import reader_gone, run_guarded
 
 EXIT_CODES = """\b
 Exit codes:
@@ -32,7 +27,7 @@ def guarded(command: Callable[[], int | None], *, debug: bool = False) -> int:
     Tracebacks are shown only with `debug`. Every exception that is an Exception ends here.
     """
     try:
-        code = command() or DONE
+        code = command() or OK
         sys.stdout.flush()
         return code
     except click.exceptions.Exit as stop:
@@ -51,12 +46,17 @@ def guarded(command: Callable[[], int | None], *, debug: bool = False) -> int:
         _trace(debug)
         _tell(f"error: {error}")
         return WRONG_INPUT
+    except RanksEnded as end:
+        _trace(debug)
+        if end.code != WRONG_INPUT:  # a rank's sentence says it all
+            _tell({INTERRUPTED: "interrupted", TERMINATED: "terminated"}.get(end.code, f"failed: {end}"))
+        return end.code
     except RunError as error:
         _trace(debug)
         _tell(f"failed: {error}")
         return FAILED
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _reader_gone():
+        if isinstance(error, BrokenPipeError) and reader_gone():
             return READER_GONE
         _trace(debug)
         words = " ".join("".join(traceback.format_exception_only(error)).split())
@@ -66,7 +66,6 @@ def guarded(command: Callable[[], int | None], *, debug: bool = False) -> int:
 
 def guarded_rank(command: Callable[[], int | None], *, debug: bool = False) -> int:
     """The same for a rank, whose error the launcher must hear of too; see `train.report`."""
-    from meshwright.train.report import run_guarded
 
     def told() -> int | None:
         try:
@@ -96,17 +95,3 @@ def _field_hint(option: str) -> None:
 
 def _tell(text: str) -> None:
     print(f"meshwright: {text}", file=sys.stderr, flush=True)
-
-
-def _reader_gone() -> bool:
-    """Whether stdout is a pipe that nobody reads any more; if so, nothing more is written to it."""
-    try:
-        descriptor = sys.stdout.fileno()
-        poll = select.poll()
-        poll.register(descriptor, select.POLLOUT)
-        gone = any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
-    except (OSError, ValueError, AttributeError):
-        return False
-    if gone:  # the interpreter flushes once more at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-    return gone

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import io
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +12,7 @@ import click
 
 import meshwright
 from meshwright.cli.errors import EXIT_CODES, guarded, guarded_rank
+from meshwright.comm.place import rank_number
 
 COMMANDS = {
     "train": "Train a model, on several ranks.",
@@ -72,7 +72,7 @@ def run(argv: Sequence[str]) -> int:
         with commands.make_context("meshwright", list(argv)) as context:
             return commands.invoke(context)
 
-    guard = guarded_rank if "RANK" in os.environ else guarded
+    guard = guarded_rank if rank_number() is not None else guarded
     return guard(command, debug="--debug" in argv)
 
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from meshwright.cli.common import console, is_rank, load, run_options
-from meshwright.cli.errors import ANSWER_NO, DONE
+from meshwright.cli.common import console, load, run_options
+from meshwright.comm.place import launched
 from meshwright.spec.errors import UserError
+from meshwright.spec.exits import ANSWER_NO, OK
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -62,7 +63,7 @@ def command(
       130, 143  interrupted, terminated
     """
     run = load(words, ranks)
-    if is_rank():
+    if launched():
         raise UserError("verify starts its own ranks; call it without torchrun")
     if not quiet:
         what = "the run's own model" if as_is else f"a small {run.model.family} model"
@@ -85,7 +86,7 @@ def command(
         for part in [] if quiet else tables(report, SHOWN if not verbose else None):
             out.print(part)
         out.print(verdict(report), soft_wrap=True)
-    return DONE if report.passed else ANSWER_NO
+    return OK if report.passed else ANSWER_NO
 
 
 def verdict(report: Report) -> str:

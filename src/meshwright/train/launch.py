@@ -26,6 +26,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 
 from meshwright.comm.blackbox import ENVIRONMENT as BLACK_BOXES
 from meshwright.spec.errors import RunError, UserError
+from meshwright.spec.exits import OK, RanksEnded
 from meshwright.train.postmortem import Evidence
 from meshwright.train.rank import LOGGED
 from meshwright.train.report import ERROR_FILE, LAUNCHED
@@ -49,6 +50,7 @@ def launch(
     debug: bool = False,
     entry: str = "meshwright",
     grace: float = GRACE,
+    check: bool = False,
 ) -> int:
     """Run `entry` with `argv` on `ranks` local ranks and return the command's exit code.
 
@@ -57,9 +59,10 @@ def launch(
     that ranks have, without any progress, to end once asked to stop. `quiet` leaves out remarks, never a failure.
 
     Exit codes: 0 and 3 as the ranks had it; 1 a rank failed (the report is on stderr); 2 a rank found wrong input;
-    130 and 143 stopped by SIGINT and SIGTERM. Blocks the calling thread, which should be the main one: signals are
-    only handled there, and the ranks die with it. Raises UserError if the folder cannot be written, RunError if no
-    rank can be started.
+    130 and 143 stopped by SIGINT and SIGTERM; 141 nobody reads stdout any more. Blocks the calling thread, which
+    should be the main one: signals are only handled there, and the ranks die with it. Raises UserError if the folder
+    cannot be written, RunError if no rank can be started, and with `check`, RanksEnded, which has the code, for any
+    but 0.
     """
     if ranks < 1:
         raise UserError(f"ranks: {ranks} asked for; at least 1 is needed")
@@ -82,6 +85,8 @@ def launch(
             spec.rdzv_handler.shutdown()
         if agent.watch.failed is not None:
             _print(agent.watch.failed.tell(evidence, debug=debug))
+        if check and agent.exit_code != OK:
+            raise RanksEnded(agent.exit_code)
         return agent.exit_code
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.comm.blackbox import Record, box_path, read
-from meshwright.train.report import WRONG_INPUT
+from meshwright.spec.exits import WRONG_INPUT
 
 TAIL_LINES = 12
 

@@ -10,22 +10,22 @@ import contextlib
 import json
 import os
 import re
-import signal
+import select
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 
+from meshwright.comm.place import rank_number
 from meshwright.spec.errors import RunError, UserError
+from meshwright.spec.exits import FAILED, INTERRUPTED, OK, ORDERLY, READER_GONE, WRONG_INPUT
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 LAUNCHED = "MESHWRIGHT_LAUNCHED"
 """Environment variable: "1" in ranks of our own launcher, which prints their errors; "debug" asks for tracebacks."""
 
-OK, FAILED, WRONG_INPUT, ANSWER_NO = 0, 1, 2, 3
-INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
-ORDERLY = (OK, ANSWER_NO, INTERRUPTED, TERMINATED)
-"""Exit codes with which a rank ends because it has finished what it was asked to do."""
+ECHO_LATER = 1
+"""Seconds by which the echo of another rank's end is dated later."""
 
 _LOST_PEER_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
 _LOST_PEER_WORDS = re.compile(
@@ -47,13 +47,21 @@ def record_failure(exc: BaseException, step: int | None = None) -> None:
     message = error_line(exc)
     trace = "".join(traceback.format_exception(exc))
     # torchrun prints the call stack if there is one: for an error meant for the user, only its words
-    extra = {"py_callstack": trace if kind == "bug" else message, "timestamp": str(int(now))}
-    own = {"kind": kind, "message": message, "lost_peer": lost_peer(exc), "step": step, "time": now, "traceback": trace}
-    with contextlib.suppress(OSError):
-        draft = f"{path}.{os.getpid()}"
+    # and takes the earliest failure, in whole seconds, for the root cause: an echo is never earlier than its cause
+    lost = lost_peer(exc)
+    extra = {
+        "py_callstack": trace if kind == "bug" else message,
+        "timestamp": str(int(now) + (ECHO_LATER if lost else 0)),
+    }
+    own = {"kind": kind, "message": message, "lost_peer": lost, "step": step, "time": now, "traceback": trace}
+    draft = f"{path}.{os.getpid()}"
+    try:
         with open(draft, "w", encoding="utf-8") as file:
             json.dump({"message": {"message": message, "extraInfo": extra}, "meshwright": own}, file)
         os.replace(draft, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(draft)
 
 
 def error_line(exc: BaseException) -> str:
@@ -88,10 +96,10 @@ def _chain(exc: BaseException | None) -> Iterator[BaseException]:
 def run_guarded(main: Callable[[], int | None], *, debug: bool = False) -> int:
     """Run `main` and return the exit code of the command: what `main` returned, or what its exception means.
 
-    UserError is 2, RunError and anything unexpected 1, KeyboardInterrupt 130. The error is recorded for the launcher;
-    it is printed here only where no launcher of ours does so, and with its traceback only if `debug`. A rank (RANK is
-    set) that fails never returns: it leaves by `os._exit`, because the teardown of a process group whose peers are
-    gone may hang or abort.
+    UserError is 2, RunError and anything unexpected 1, KeyboardInterrupt 130, and 141 if nobody reads stdout any more.
+    The error is recorded for the launcher; it is printed here only where no launcher of ours does so, and with its
+    traceback only if `debug`. A rank that fails never returns: it leaves by `os._exit`, because the teardown of a
+    process group whose peers are gone may hang or abort.
     """
     try:
         code = main() or OK
@@ -103,6 +111,8 @@ def run_guarded(main: Callable[[], int | None], *, debug: bool = False) -> int:
         code = INTERRUPTED
         _leave(code)
     except BaseException as exc:
+        if isinstance(exc, BrokenPipeError) and reader_gone():
+            return READER_GONE
         code = WRONG_INPUT if isinstance(exc, UserError) else FAILED
         record_failure(exc)
         if not os.environ.get(LAUNCHED):
@@ -113,10 +123,25 @@ def run_guarded(main: Callable[[], int | None], *, debug: bool = False) -> int:
     return code
 
 
+def reader_gone() -> bool:
+    """Whether stdout is a pipe that nobody reads any more; if so, nothing more is written to it."""
+    try:
+        descriptor = sys.stdout.fileno()
+        poll = select.poll()
+        poll.register(descriptor, select.POLLOUT)
+        gone = any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+    except (OSError, ValueError, AttributeError):
+        return False
+    if gone:  # the interpreter flushes once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    return gone
+
+
 def _print_error(exc: BaseException, debug: bool) -> None:
-    rank = os.environ.get("RANK")
-    if isinstance(exc, UserError) and rank not in (None, "0") and not debug:
-        return  # every rank found the same mistake; one says so
+    rank = rank_number()
+    first = _first_to_speak()
+    if not (first or debug) and (isinstance(exc, UserError) or lost_peer(exc)):
+        return  # every rank finds the same mistake, and feels another's end; one says it
     if debug:
         traceback.print_exception(exc)
     where = f"rank {rank} " if rank is not None and not isinstance(exc, UserError) else ""
@@ -124,8 +149,28 @@ def _print_error(exc: BaseException, debug: bool) -> None:
     print(f"meshwright: {where}{what}: {error_line(exc)}", file=sys.stderr)
 
 
+def _first_to_speak() -> bool:
+    """Whether no other rank of this machine has told its error before; without error files, local rank 0 is first.
+
+    torchrun ends all ranks as soon as one has failed, so it cannot be left to a certain one. The error files of one
+    attempt lie in folders side by side.
+    """
+    path = os.environ.get(ERROR_FILE)
+    if not path:
+        local = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or rank_number()
+        return rank_number() is None or local == "0"
+    try:
+        claim = os.path.join(os.path.dirname(os.path.dirname(path)), "meshwright-told")
+        os.close(os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    except FileExistsError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
 def _leave(code: int) -> None:
-    if "RANK" in os.environ:
+    if rank_number() is not None:
         _flush()
         os._exit(code)
 
