@@ -17,8 +17,9 @@ from meshwright.cli.main import run
 from meshwright.cli.train import check_writable
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import Layout
-from meshwright.spec.load import load_run
+from meshwright.spec.load import describe, load_run
 from meshwright.spec.run import RunSpec
+from meshwright.train.lock import locked
 
 
 @pytest.fixture
@@ -37,6 +38,8 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     monkeypatch.setattr(meshwright.train.launch, "launch", launch)
     monkeypatch.setattr(meshwright.train.loop, "run_rank", run_rank)
     monkeypatch.setattr(meshwright.train.text, "prepare", lambda *a: seen.update(prepared=a))
+    # These tests ask for ranks as they like, wherever they run.
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available=False: None)
     monkeypatch.chdir(tmp_path)
     return seen
 
@@ -73,16 +76,21 @@ def test_show_prints_the_resolved_run(started: dict[str, Any], capsys: pytest.Ca
     assert started == {}
 
 
-def test_fields_lists_them_all(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fields_lists_them_all_and_breaks_no_word(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["train", "--fields"]) == 0
     out, _ = capsys.readouterr()
-    assert all(name in out for name in ("optimizer.lr", "model.rope_scaling.kind", "[tp, cp, dp, pp]"))
+    starts = [line.split(" ")[0] for line in out.splitlines()]
+    assert [start for start in starts if start] == ["field", *(row.name for row in describe())]
+    assert "[tp, cp, dp, pp]" in out
+    shown = set(out.split())
+    assert not [word for row in describe() for word in f"{row.takes} {row.description}".split() if word not in shown]
 
 
 class TestRank:
     @pytest.fixture(autouse=True)
     def environment(self, started: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "4")):
+        place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+        for name, value in place.items():
             monkeypatch.setenv(name, value)
         monkeypatch.delenv("MESHWRIGHT_LAUNCHED", raising=False)
         # A rank that fails leaves at once; here it may not take the tests with it.
@@ -106,10 +114,47 @@ class TestRank:
 
     def test_another_number_of_ranks(self, started: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
         assert run(["train", "--ranks", "3"]) == 2
-        assert "--ranks 3: torchrun started 4; leave --ranks out" in capsys.readouterr().err
+        assert "--ranks 3: 4 were started; leave --ranks out" in capsys.readouterr().err
         assert run(["train", "--bogus"]) == 2
         assert "No such option" in capsys.readouterr().err
         assert started == {}
+
+    def test_of_srun(self, started: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        """Started by srun, it is one rank of several and starts none."""
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            monkeypatch.delenv(name)
+        slurm = {"PROCID": "2", "STEP_NUM_TASKS": "3", "LOCALID": "0", "LAUNCH_NODE_IPADDR": "::1", "JOB_ID": "7"}
+        for name, value in slurm.items():
+            monkeypatch.setenv(f"SLURM_{name}", value)
+        assert run(["train"]) == 3
+        assert started == {"rank": RunSpec(layout=Layout(dp=3)), "quiet": False}
+
+    def test_of_torchrun_holds_the_folder(
+        self, started: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with locked(Path("runs/demo")):
+            assert run(["train", "-q"]) == 2
+            assert f"another run is in runs/demo: process {os.getpid()} on " in capsys.readouterr().err
+            monkeypatch.setenv("RANK", "1")
+            assert run(["train", "-q"]) == 3
+
+
+def test_a_folder_that_another_run_holds(started: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    with locked(Path("runs/demo")):
+        assert run(["train"]) == 2
+    assert "reading" not in (err := capsys.readouterr().err) and err.count("\n") == 1
+    assert f"error: out: another run is in runs/demo: process {os.getpid()} on " in err
+    assert started == {}
+    assert run(["train"]) == 130
+    assert not Path("runs").exists()
+
+
+def test_a_device_that_is_not_there(started: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", "device=cuda"]) == 2
+    assert capsys.readouterr().err == (
+        "meshwright: error: device: cuda is not there, torch finds no accelerator; use device=cpu or device=auto\n"
+    )
+    assert started == {} and not Path("runs").exists()
 
 
 def test_too_many_ranks(started: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,7 @@ GOOD = {
 SLURM = {
     "SLURM_PROCID": "3",
     "SLURM_NTASKS": "4",
+    "SLURM_STEP_NUM_TASKS": "4",
     "SLURM_LOCALID": "1",
     "SLURM_NTASKS_PER_NODE": "2",
     "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
@@ -63,7 +64,9 @@ def test_wrong_environments_are_told(change: dict[str, str | None], says: str) -
 
 def test_launched() -> None:
     assert runtime.launched(GOOD) and runtime.launched(SLURM)
-    assert not runtime.launched({}) and not runtime.launched(SLURM | {"SLURM_NTASKS": "1"})
+    assert not runtime.launched({}) and not runtime.launched(SLURM | {"SLURM_STEP_NUM_TASKS": "1"})
+    script = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"}
+    assert not runtime.launched(script), "a batch script is told of the job's tasks, but is none of them"
     assert runtime.launched({"RANK": "0"})  # half of it is a mistake to be told, not a run of one
 
 

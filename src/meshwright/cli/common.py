@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -77,11 +76,6 @@ def load(words: Sequence[str], ranks: int | None) -> RunSpec:
     path, overrides = split(words)
     run = load_run(path, overrides)
     return run.model_copy(update={"layout": run.layout.resolve(ranks)})
-
-
-def is_rank() -> bool:
-    """Whether a launcher, ours or torchrun, started this process as one of its ranks."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def console(stream: TextIO | None = None) -> Console:

@@ -150,6 +150,8 @@ def _flops(foretold: Prediction) -> Table:
 def fields() -> Table:
     """Every field of a run file with its default and description."""
     rows = table("field", "default", "takes", "what it is")
+    for column in rows.columns[:2]:
+        column.no_wrap = True  # what can be searched for and copied; the other two break between words
     for row in describe():
         rows.add_row(row.name, row.default, row.takes, row.description)
     return rows

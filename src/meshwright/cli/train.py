@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from meshwright.cli.common import console, is_rank, load, run_options
+from meshwright.cli.common import console, load, run_options
+from meshwright.comm.place import launched, place
 from meshwright.spec.errors import UserError
+from meshwright.train.lock import locked
 
 if TYPE_CHECKING:
     from meshwright.spec.run import RunSpec
@@ -58,18 +60,18 @@ def command(
 
         click.echo(dump_run(run), nl=False)
         return None
-    if is_rank():
+    if launched():
         return _be_rank(run, quiet, verbose)
     return _launch(run, quiet, verbose, debug)
 
 
 def _ranks(asked: int | None) -> int | None:
-    """The number of ranks: torchrun's if it started this process, else what was asked for."""
-    if not is_rank():
+    """The number of ranks: torchrun's or srun's if it started this process, else what was asked for."""
+    if not launched():
         return asked
-    world = int(os.environ["WORLD_SIZE"])
+    world = place().world
     if asked not in (None, world):
-        raise UserError(f"command line: --ranks {asked}: torchrun started {world}; leave --ranks out")
+        raise UserError(f"command line: --ranks {asked}: {world} were started; leave --ranks out")
     return world
 
 
@@ -77,9 +79,11 @@ def _be_rank(run: RunSpec, quiet: bool, verbose: bool) -> int:
     from meshwright.train.loop import run_rank
     from meshwright.train.report import LAUNCHED
 
-    if os.environ["RANK"] == "0" and not os.environ.get(LAUNCHED):  # under torchrun nobody has said it yet
+    if place().rank != 0 or os.environ.get(LAUNCHED):
+        return run_rank(run, quiet=quiet)
+    with locked(Path(run.out)):  # under torchrun nobody has done this yet
         _tell(run, quiet, verbose)
-    return run_rank(run, quiet=quiet)
+        return run_rank(run, quiet=quiet)
 
 
 def _launch(run: RunSpec, quiet: bool, verbose: bool, debug: bool) -> int:
@@ -89,8 +93,14 @@ def _launch(run: RunSpec, quiet: bool, verbose: bool, debug: bool) -> int:
             f"layout: {ranks} ranks are too many for this machine's {cores} cores; use at most "
             f"{RANKS_PER_CORE * cores}, or torchrun on more machines; `meshwright predict` needs none"
         )
+    check_devices(run.device, ranks)
     folder = Path(run.out)
     check_writable(folder)
+    with locked(folder):
+        return _launch_in(folder, run, quiet, verbose, debug)
+
+
+def _launch_in(folder: Path, run: RunSpec, quiet: bool, verbose: bool, debug: bool) -> int:
     from meshwright.train.folders import check_resume
     from meshwright.train.text import prepare
 
@@ -107,7 +117,15 @@ def _launch(run: RunSpec, quiet: bool, verbose: bool, debug: bool) -> int:
         file = Path(name) / "run.yaml"
         file.write_text(dump_run(run), encoding="utf-8")
         flags = [flag for flag, on in (("--quiet", quiet), ("--debug", debug)) if on]
-        return launch(["train", str(file), *flags], ranks=ranks, folder=folder, quiet=quiet, debug=debug)
+        return launch(["train", str(file), *flags], ranks=run.layout.world, folder=folder, quiet=quiet, debug=debug)
+
+
+def check_devices(device: str, ranks: int) -> None:
+    """Raise UserError unless this machine has the devices that `ranks` ranks would take."""
+    if device != "cpu":  # the only one that needs no looking, and no torch
+        from meshwright.comm.runtime import pick_device
+
+        pick_device(device, local_rank=ranks - 1)
 
 
 def check_writable(folder: Path) -> None:
