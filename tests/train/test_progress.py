@@ -19,17 +19,23 @@ class Broken(io.StringIO):
     def __init__(self, error: Exception, terminal: bool) -> None:
         super().__init__()
         self.error, self.terminal, self.broken = error, terminal, False
+        self.refused = 0
 
     def isatty(self) -> bool:
+        if self.closed:
+            self._refuse()
         return self.terminal
 
     def write(self, text: str) -> int:
-        if self.broken:
-            raise self.error
+        self._refuse()
         return super().write(text)
 
     def flush(self) -> None:
+        self._refuse()
+
+    def _refuse(self) -> None:
         if self.broken:
+            self.refused += 1
             raise self.error
 
 
@@ -136,9 +142,10 @@ def test_colours(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("terminal", [True, False])
 @pytest.mark.parametrize("error", [BrokenPipeError(), OSError(5, "I/O"), ValueError("I/O operation on closed file.")])
 @pytest.mark.parametrize("when", ["before", "inside", "end"])
-def test_a_broken_stream_never_ends_training(terminal: bool, error: Exception, when: str) -> None:
+def test_a_broken_stream_is_given_up_and_training_goes_on(terminal: bool, error: Exception, when: str) -> None:
     out = Broken(error, terminal)
     progress = Progress(4, quiet=False, stream=out)
+    done = []
     out.broken = when == "before"
     progress.message("hello")
     with progress:
@@ -146,9 +153,18 @@ def test_a_broken_stream_never_ends_training(terminal: bool, error: Exception, w
         out.broken = when != "end"
         progress.step(2, 1.0, 1.0)
         progress.message("warning: look")
-        progress.step(3, 1.0, 1.0)
+        done.append("trained")
         out.broken = True
     progress.message("bye")
+    refused = out.refused
+    out.broken = False
+    progress.message("again")
+    assert done == ["trained"]
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+    words = ["hello", "1/4", "2/4", "warning: look", "bye", "again"]
+    assert [word for word in words if word in shown] == {"before": [], "inside": words[:2], "end": words[:4]}[when]
+    # Tried when it broke, perhaps once more to leave a terminal as it was, and then left alone.
+    assert 1 <= refused <= 4 and out.refused == refused
 
 
 def test_a_failing_run_leaves_the_terminal_whole() -> None:
@@ -159,8 +175,12 @@ def test_a_failing_run_leaves_the_terminal_whole() -> None:
     assert out.getvalue().count("\x1b[?25h") == 1
 
 
-def test_closed_stream() -> None:
-    out = io.StringIO()
+def test_a_closed_stream_is_left_alone() -> None:
+    out = Broken(ValueError("I/O operation on closed file."), terminal=False)
     out.close()
+    out.broken = True
     with Progress(4, quiet=False, stream=out) as progress:
         progress.step(1, 1.0, 1.0)
+        progress.step(2, 1.0, 1.0)
+        progress.message("warning: look")
+    assert out.refused == 1
