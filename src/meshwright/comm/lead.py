@@ -73,5 +73,5 @@ class Lead:
             if advances != seen:
                 seen, advanced = advances, now
             elif now - advanced > self._timeout:
-                raise RunError(f"rank 0 has not advanced with {what} in {self._timeout:g} s") from TimeoutError()
+                raise RunError(f"rank 0 has not advanced with {what} in {self._timeout:g} s")
             time.sleep(min(_LONGEST_NAP, self._timeout / 4, max(0.002, (now - began) / 20)))

@@ -57,6 +57,7 @@ def _hold(path: Path, folder: Path) -> int | None:
         except OSError as exc:
             os.close(file)
             if exc.errno in _UNSUPPORTED:
+                os.unlink(path)
                 return None
             raise
         # Whoever held it before may have removed the file since it was opened here: then this lock is of no file.
