@@ -12,7 +12,7 @@ from meshwright.spec.errors import RunError, UserError
 from meshwright.spec.load import dump_run
 from meshwright.spec.run import RunSpec
 from meshwright.train.launch import launch
-from meshwright.train.report import INTERRUPTED, TERMINATED, WRONG_INPUT
+from meshwright.spec.exits import INTERRUPTED, TERMINATED, WRONG_INPUT, RanksEnded
 from meshwright.verify.evidence import Evidence
 from meshwright.verify.judge import judge
 from meshwright.verify.reference import reference
@@ -69,10 +69,11 @@ def run_ranks(run: RunSpec, steps: int, *, debug: bool = False, worker: str = WO
         (folder / "run.yaml").write_text(dump_run(run))
         (folder / "proof.json").write_text(json.dumps({"steps": steps}))
         world = run.layout.world
-        code = launch([str(folder)], ranks=world, folder=folder, quiet=True, debug=debug, entry=worker)
-        if code != 0:
-            end = Unfinished(code, folder)
+        try:
+            launch([str(folder)], ranks=world, folder=folder, quiet=True, debug=debug, entry=worker, check=True)
+        except RanksEnded as ended:
+            end = Unfinished(ended.code, folder)
             if not end.stopped:
                 cleanup.pop_all()
-            raise end
+            raise end from ended
         return [Evidence.load(folder, rank) for rank in range(world)]
