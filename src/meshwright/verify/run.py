@@ -9,10 +9,10 @@ import tempfile
 from pathlib import Path
 
 from meshwright.spec.errors import RunError, UserError
+from meshwright.spec.exits import INTERRUPTED, TERMINATED, WRONG_INPUT, RanksEnded
 from meshwright.spec.load import dump_run
 from meshwright.spec.run import RunSpec
 from meshwright.train.launch import launch
-from meshwright.spec.exits import INTERRUPTED, TERMINATED, WRONG_INPUT, RanksEnded
 from meshwright.verify.evidence import Evidence
 from meshwright.verify.judge import judge
 from meshwright.verify.reference import reference
