@@ -105,7 +105,7 @@ def norm_of_ones(mesh, run):
 
     def ones():
         for unit in finish():
-            unit.gradients.fill_(1.0)
+            unit.gradient_shard.fill_(1.0)
             yield unit
 
     trainer.sharded.finish = ones

@@ -7,6 +7,8 @@ are added as integers and the ring formulas are applied to the sums, so equal tr
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from meshwright.spec.traffic import Operation, Phase, TrafficKey, TrafficRow, wire_bytes
 
@@ -74,6 +76,18 @@ class Ledger:
         with self._lock:
             self._rows.clear()
             self.blocked_seconds = 0.0
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Leave no trace of what is communicated within: it serves a proof, and is not of the run."""
+        with self._lock:
+            kept = {key: list(row) for key, row in self._rows.items()}
+            blocked = self.blocked_seconds
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._rows, self.blocked_seconds = kept, blocked
 
     def take(self) -> list[TrafficRow]:
         """`rows` and then `clear`."""

@@ -48,6 +48,7 @@ class Mesh:
         self.lead = Lead(rank, self.world, self.blackbox, timeout)
         self._timeout = timeout
         self._groups: dict[tuple[Axis, ...], Group] = {}
+        self._parts: dict[tuple[str, int], Group] = {}
         self._process_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._checks = Checks(rank, timeout) if self.world > 1 and Checks.wanted() else None
         self.world_group = self._group("world", range(self.world))
@@ -93,6 +94,23 @@ class Mesh:
             name = "+".join([a for a in axes if self.sizes[a] > 1] or axes[:1])
             known = self._groups[axes] = self._group(name, self.ranks_along(*axes))
         return known
+
+    def split(self, axis: Axis, inner: int) -> tuple[Group, Group]:
+        """The axis cut into runs of `inner` neighbours: this rank's run, and the ranks at its place in the others.
+
+        They are named "dp.inner" and "dp.outer". All ranks must ask at the same point.
+        """
+        ranks = self.ranks_along(axis)
+        assert len(ranks) % inner == 0, f"{inner} does not divide {len(ranks)}"
+        place = ranks.index(self.rank)
+        first = place - place % inner
+        found = []
+        for part, members in (("inner", ranks[first : first + inner]), ("outer", ranks[place % inner :: inner])):
+            key = (f"{axis}.{part}", inner)
+            if key not in self._parts:
+                self._parts[key] = self._group(key[0], members)
+            found.append(self._parts[key])
+        return found[0], found[1]
 
     def ranks_along(self, *axes: Axis) -> list[int]:
         """Numbers of the ranks that differ from this one on the given axes only, ascending."""

@@ -11,6 +11,8 @@ import threading
 import torch
 from torch import Tensor
 
+CPU = torch.device("cpu")
+
 
 class Scratch:
     """Lends buffers on the CPU; as many are kept as were out at once, each as large as its largest use."""
@@ -19,8 +21,13 @@ class Scratch:
         self._free: list[torch.UntypedStorage] = []
         self._lock = threading.Lock()
 
-    def take(self, size: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor of `size` elements with no defined values; give it back with `give`."""
+    def take(self, size: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
+        """A flat tensor of `size` elements with no defined values; give it back with `give`.
+
+        An accelerator's comes from torch's own allocator, which keeps what is freed.
+        """
+        if device.type != "cpu":
+            return torch.empty(size, dtype=dtype, device=device)
         need = size * dtype.itemsize
         with self._lock:
             self._free.sort(key=torch.UntypedStorage.nbytes)
@@ -36,6 +43,8 @@ class Scratch:
 
     def give(self, taken: Tensor) -> None:
         """Take back what `take` lent; nobody may use it any more."""
+        if taken.device.type != "cpu":
+            return
         with self._lock:
             self._free.append(taken.untyped_storage())
 

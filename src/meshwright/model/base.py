@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from meshwright.model.attention import Explicit, Sdpa
 from meshwright.model.dropout import Dropout, DropoutKey
-from meshwright.model.layers import Linear
-from meshwright.model.loss import chunked_cross_entropy, cross_entropy
+from meshwright.model.layers import Head
+from meshwright.model.loss import cross_entropy
 from meshwright.spec.model import ModelSpec
 
 
@@ -22,7 +22,7 @@ class LanguageModel(nn.Module):
     (the final norm) and `lm_head`.
     """
 
-    lm_head: Linear
+    lm_head: Head
 
     def __init__(self, spec: ModelSpec, loss: str) -> None:
         super().__init__()
@@ -74,7 +74,8 @@ class LanguageModel(nn.Module):
         """Hidden states [B, T, D] to logits, or with targets to the sum of token losses."""
         x = self.final_norm(x)
         if targets is not None and self.loss == "chunked":
-            return chunked_cross_entropy(x, self.lm_head.weight, targets)
+            loss: Tensor = self.lm_head(x, targets)
+            return loss
         logits: Tensor = self.lm_head(x)
         return logits if targets is None else cross_entropy(logits, targets)
 

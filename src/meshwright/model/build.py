@@ -12,7 +12,7 @@ from meshwright.model.llama import Llama
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelSpec
 
-DTYPES = {"fp32": torch.float32, "float64": torch.float64}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "float64": torch.float64}
 """Parameters' dtype by the run's precision."""
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from meshwright.model.base import LanguageModel, attention
 from meshwright.model.dropout import Dropout, DropoutKey
 from meshwright.model.init import residual_std
-from meshwright.model.layers import Conv1D, Embedding, LayerNorm, Linear
+from meshwright.model.layers import Conv1D, Embedding, Head, LayerNorm
 from meshwright.spec.model import ModelSpec
 
 
@@ -70,7 +70,7 @@ class GPT2(LanguageModel):
         self.transformer.wpe = Embedding(spec.max_seq, spec.hidden, **where)
         self.transformer.h = nn.ModuleList(Block(spec, i, kind, **where) for i in range(spec.layers))
         self.transformer.ln_f = LayerNorm(spec.hidden, spec.norm_eps, **where)
-        self.lm_head = Linear(spec.hidden, spec.vocab, bias=False, **where)
+        self.lm_head = Head(spec.hidden, spec.vocab, bias=False, **where)
         self.dropout = Dropout(spec.embd_dropout, place=0)
         self.tie()
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from meshwright.model.init import STD, Init
+from meshwright.model.loss import chunked_cross_entropy
 
 
 def _parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -37,6 +38,13 @@ class Linear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
+class Head(Linear):
+    """The output layer: logits, or with targets the sum of token losses that never holds all logits at once."""
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        return super().forward(x) if targets is None else chunked_cross_entropy(x, self.weight, targets)
+
+
 class Conv1D(nn.Module):
     """x [..., in] -> x W + b [..., out], weight [in, out]: a linear layer as GPT-2 stores it. Backward keeps x."""
 
@@ -55,17 +63,19 @@ class Conv1D(nn.Module):
         return rows.view(*x.shape[:-1], -1)
 
 
-class Embedding(nn.Module):
-    """indices i64[...] -> rows of the weight [..., D]. Backward keeps the indices."""
+class Embedding(nn.Embedding):
+    """indices i64[...] -> rows of the weight [..., D]. Backward keeps the indices, and never reads the weight."""
 
     def __init__(self, rows: int, width: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self.weight = _parameter(rows, width, dtype=dtype, device=device)
+        super().__init__(rows, width, dtype=dtype, device=device)
+
+    def reset_parameters(self) -> None:
+        """Nothing: like all layers it starts uninitialised."""
 
     def inits(self) -> dict[str, Init]:
         return {"weight": Init("normal", STD)}
 
-    def forward(self, indices: Tensor) -> Tensor:
+    def forward(self, indices: Tensor) -> Tensor:  # the parameter's name differs from torch's
         return F.embedding(indices, self.weight)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from meshwright.model.base import LanguageModel, attention
 from meshwright.model.dropout import DropoutKey
 from meshwright.model.init import residual_std
-from meshwright.model.layers import Embedding, Linear, RMSNorm
+from meshwright.model.layers import Embedding, Head, Linear, RMSNorm
 from meshwright.model.rope import Rotary, rotate
 from meshwright.spec.model import ModelSpec
 
@@ -78,7 +78,7 @@ class Llama(LanguageModel):
         self.model.embed_tokens = Embedding(spec.vocab, spec.hidden, **where)
         self.model.layers = nn.ModuleList(Block(spec, i, kind, **where) for i in range(spec.layers))
         self.model.norm = RMSNorm(spec.hidden, spec.norm_eps, **where)
-        self.lm_head = Linear(spec.hidden, spec.vocab, bias=False, **where)
+        self.lm_head = Head(spec.hidden, spec.vocab, bias=False, **where)
         self.rotary = Rotary(spec, **where)
         self.tie()
 

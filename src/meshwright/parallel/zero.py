@@ -1,109 +1,113 @@
-"""ZeRO over flat unit buffers (Rajbhandari et al. 2020). Here its stage 0: plain data parallelism, overlapped.
+"""ZeRO (Rajbhandari et al. 2020) over flat unit buffers: one ladder of four stages.
 
-Every data rank holds the whole model and computes its part of the global batch; gradients are summed over the
-ranks. A unit's parameters lie in one flat buffer and their gradients in another, so a unit is reduced by one
-collective, started as soon as backward has left the unit, while earlier layers still run backward
-(Li et al. 2020). Sums, not means: whoever updates divides by the valid tokens of the global batch.
+Data ranks compute parts of the global batch and need the sum of their gradients. Stage 0 keeps everything on every
+rank: plain data parallelism, overlapped (Li et al. 2020). Stage 1 cuts each unit's flat buffer into equal shards and
+updates one shard a rank, so optimizer states are held once in all. Stage 2 also keeps only the shard of the summed
+gradients; stage 3 (FSDP, Zhao et al. 2023) also that of the parameters, and gathers a unit when it is needed.
 
-    ============  =================  ===============================  ====
-    stage         forward            backward                         step
-    ============  =================  ===============================  ====
-    0             nothing            all-reduce of each unit, once    nothing
-                                     per optimizer step
-    ============  =================  ===============================  ====
+    =====  ==============================  =================================  ==============================
+    stage  forward                         backward                           step
+    =====  ==============================  =================================  ==============================
+    0      nothing                         all-reduce of each unit, once      nothing
+    1      (waits for the step's gather)   reduce-scatter of each unit, once  all-gather of each unit
+    2      (waits for the step's gather)   reduce-scatter of each unit, in    all-gather of each unit
+                                           every micro-batch
+    3      all-gather of each unit         all-gather of each unit, then      nothing
+                                           reduce-scatter; every micro-batch
+    =====  ==============================  =================================  ==============================
 
-Memory: nothing is saved at stage 0; each rank holds parameters, gradients and optimizer state whole.
+A unit's reduction starts as soon as backward has left it, while earlier layers still run backward; the gather of
+updated parameters runs under the next forward. The literature also counts stage 1 as an all-reduce and a gather, 1.5
+times the traffic of stage 0; with a reduce-scatter it is the same as stage 0.
+
+Memory a rank, Ψ parameters, N ranks, g bytes a gradient, K = 12 bytes of master weights and moments: (2 + g + K)Ψ at
+stage 0, (2 + g + K/N)Ψ at 1, (2 + (g + K)/N)Ψ at 2, (2 + g + K)Ψ/N at 3 for two-byte parameters. In between stand the
+whole gradients of the units that backward is in (stages 2, 3) and the gathered units (3).
+
+With hybrid sharding the data ranks are groups of `shard` neighbours that shard among themselves, and hold what the
+other groups hold: sums then also go once a step across the groups.
+
+Sums, not means: whoever updates divides by the valid tokens of the global batch.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.comm.collectives import Group, Pending
 from meshwright.comm.mesh import Mesh
+from meshwright.parallel.flat import Member, Piece, Precision, Reduction, Unit
 from meshwright.parallel.placement import Placement, plain_placements
+from meshwright.parallel.residency import Residency, Stay, entries
 from meshwright.parallel.units import UnitPlan, plan_units
 from meshwright.spec.errors import UserError
+from meshwright.spec.traffic import Phase
+
+UNDER_WAY = 2  # reductions whose buffers stages 2 and 3 hold at once
 
 
 @dataclass(frozen=True)
-class Member:
-    """One parameter's range of its unit's flat buffers."""
+class Options:
+    """How a stage is carried out.
 
-    placement: Placement
-    start: int
+    shard: ranks that shard among themselves, neighbours on `dp`; None: all of them. gather: "micro" frees stage 3's
+    parameters after each pass, "step" keeps them, once gathered, until the step's last backward. ahead: units that
+    stage 3 gathers before they are needed.
+    """
 
-    @property
-    def stop(self) -> int:
-        return self.start + self.placement.local_numel
-
-    def of(self, flat: Tensor) -> Tensor:
-        """This parameter's part of a flat buffer, in the parameter's own shape; a view."""
-        return flat[self.start : self.stop].view(self.placement.local_shape)
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A run of a unit's flat buffers that the optimizer treats alike."""
-
-    decay: bool
-    parameters: Tensor
-    gradients: Tensor
-    members: tuple[Member, ...]
-    offset: int  # of the segment in the unit's buffers
-
-
-class Unit:
-    """One unit's flat buffers and the state of its reduction."""
-
-    def __init__(self, plan: UnitPlan, dtype: torch.dtype, device: torch.device) -> None:
-        self.name = plan.name
-        self.trainable = plan.trainable
-        self.members: list[Member] = []
-        size = 0
-        for placement in plan.placements:
-            self.members.append(Member(placement, size))
-            size += placement.local_numel
-        self.parameters = torch.empty(size, dtype=dtype, device=device)
-        # Every element is written before it is read: by a gradient's copy, or by `finish` where there is none.
-        self.gradients = torch.empty(size if plan.trainable else 0, dtype=dtype, device=device)
-        self.pending: Pending | None = None
-        self.missing = 0  # members whose gradient of the last micro-batch is still to come
-
-    def segments(self) -> Iterator[Segment]:
-        """The decayed run and the rest, where not empty."""
-        for decay in (True, False):
-            members = tuple(m for m in self.members if m.placement.decay == decay)
-            if members and self.trainable:
-                run = slice(members[0].start, members[-1].stop)
-                yield Segment(decay, self.parameters[run], self.gradients[run], members, run.start)
+    precision: Precision = Precision()
+    shard: int | None = None
+    gather: Literal["micro", "step"] = "micro"
+    ahead: int = 1
 
 
 class Sharded:
     """A module whose parameters lie in flat unit buffers and whose gradients are summed over the data ranks.
 
-    A step goes `begin`, backward of each micro-batch (before the last one `last_micro`), `finish`. After `finish`
-    the units' gradients are the sums over all data ranks and micro-batches.
+    A step goes `begin`; for each micro-batch `micro`, forward, backward, `end_micro`; then `finish`; and when the
+    shards' `master` weights are updated, `publish` of each unit. After `finish` the units' `gradient_shard`s are the
+    sums over all data ranks and micro-batches. At stage 3 every rank must run every micro-batch, with no valid token if
+    it has none, and use the same modules in it; below, a rank without one may leave out its forward and backward.
     """
 
-    def __init__(self, module: nn.Module, group: Group, plans: Sequence[UnitPlan], device: torch.device) -> None:
+    def __init__(
+        self, module: nn.Module, mesh: Mesh, stage: int, plans: Sequence[UnitPlan], options: Options = Options()
+    ) -> None:
         self.module = module
-        self.group = group
+        self.stage = stage
+        self.options = options
+        if options.shard is None or options.shard == mesh.sizes["dp"]:
+            self.group, self.replicas = mesh.group("dp"), None
+        else:
+            self.group, self.replicas = mesh.split("dp", options.shard)
+        self.device = mesh.device
         self.placements: dict[str, Placement] = {}
         self.units: list[Unit] = []
         self._parameters: dict[str, nn.Parameter] = {}
-        self._unit_of: dict[str, tuple[Unit, Member]] = {}
-        self._last = False
         for plan in plans:
-            self._adopt(plan, device)
+            self._adopt(plan)
         # Backward meets the units from last to first; reductions are issued in this order on every rank, whatever
         # order the gradients arrive in, because ranks must issue collectives alike.
         self._order = [unit for unit in reversed(self.units) if unit.trainable]
-        self._next = 0
+        self._next = len(self._order)
+        self._micro: int | None = None
+        self._reduces = False  # whether this micro-batch's backward reduces
+        self._under_way: deque[Unit] = deque()
+        self._residency: Residency | None = None
+        if stage == 3:
+            stays = [Stay(unit, entries(module, unit, self.units), self._of(unit)) for unit in self.units]
+            self._residency = Residency(module, stays, self.group, options.ahead)
+        elif stage:
+            for unit in self.units:
+                for entry in entries(module, unit, self.units):
+                    entry.register_forward_pre_hook(self._arrive(unit))
+            module.register_forward_pre_hook(self._settle_unless_training)
 
     # -- a step -----------------------------------------------------------------------------------------------
 
@@ -111,116 +115,316 @@ class Sharded:
         """Forget the last step's gradients."""
         for parameter in self._parameters.values():
             parameter.grad = None
-        self._last = False
-        self._next = 0
-
-    def last_micro(self) -> None:
-        """The next backward is this step's last: reduce each unit once backward has left it."""
-        self._last = True
         for unit in self._order:
-            unit.missing = len(unit.members)
+            unit.arrived = [False] * len(unit.members)
+            unit.summed = False
+        self._next = len(self._order)
+
+    def micro(self, index: int = 0, *, last: bool) -> None:
+        """Micro-batch `index` comes next. last: no other one follows in this step."""
+        self._micro = index
+        self._reduces = last or self.stage >= 2
+        if self._reduces:
+            self._next = 0
+            for unit in self._order:
+                unit.missing = len(unit.members)
+        if self._residency is not None:
+            by_step = self.options.gather == "step"
+            self._residency.begin(index, keep_forward=by_step, keep_backward=by_step and not last)
+
+    def end_micro(self) -> None:
+        """The micro-batch's backward is over: reduce what is not yet reduced, where it reduces at all.
+
+        A parameter that got no gradient on this rank counts as zero.
+        """
+        if self._reduces:
+            for unit in self._order[self._next :]:
+                self._reduce(unit)
+            self._next = len(self._order)
+            self._reduces = False
+        if self._residency is not None:
+            self._residency.end()
 
     def finish(self) -> Iterator[Unit]:
-        """Reduce what is not yet reduced, and yield each unit once its sum is there.
+        """Yield each unit once its sum is there; the last micro-batch must have begun.
 
-        Exhaust it: the caller works on the units that are there while the others are still on the wire. A parameter
-        that got no gradient on this rank counts as zero. A rank that had nothing to compute calls this alone and
-        takes part in every reduction.
+        Exhaust it: the caller works on the units that are there while the others are still on the wire.
         """
-        for unit in self._order[self._next :]:
-            for member in unit.members:
-                parameter = self._parameters[member.placement.name]
-                if parameter.grad is None:
-                    parameter.grad = member.of(unit.gradients).zero_()
-            self._reduce(unit)
-        self._next = len(self._order)
+        self.end_micro()
+        if self.replicas is not None:
+            yield from self._across_replicas(self.replicas)
+            return
         for unit in self._order:
-            if unit.pending is not None:
-                unit.pending.wait()
-                unit.pending = None
+            self._settle(unit)
             yield unit
 
-    # -- what others read ---------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def publish(self, unit: Unit) -> None:
+        """Let every rank have what this rank's shard of `unit.master` now is, by the time it needs it."""
+        if unit.master is not unit.parameter_shard:
+            unit.parameter_shard.copy_(unit.master)
+        if self.stage in (1, 2):
+            unit.gather = self.group.all_gather(
+                unit.parameters, unit.parameter_shard, reason="zero.gather", phase="step", async_=True
+            )
 
-    def segments(self) -> list[Segment]:
-        """What the optimizer updates: at most two runs a unit."""
-        return [segment for unit in self.units for segment in unit.segments()]
-
-    def named_parameters(self) -> Iterator[tuple[Placement, Tensor]]:
-        """Each parameter's record and local part, in its own shape; a view of the unit's buffer."""
+    def settle(self) -> None:
+        """Wait for the gathers under way, so that whoever reads the parameters now reads updated ones."""
         for unit in self.units:
-            for member in unit.members:
-                yield member.placement, member.of(unit.parameters)
+            if unit.gather is not None:
+                unit.gather.wait()
+                unit.gather = None
 
-    def named_gradients(self) -> Iterator[tuple[Placement, Tensor]]:
-        """Each trainable parameter's record and gradient, in its own shape; valid after `finish`."""
-        for unit in self._order:
-            for member in unit.members:
-                yield member.placement, member.of(unit.gradients)
+    @property
+    def every_rank_computes(self) -> bool:
+        """Whether a rank must run forward and backward in a micro-batch that has no sequence for it."""
+        return self.stage == 3 and self.group.size > 1
+
+    # -- what others read and write ------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def fill(self, value: Callable[[Placement, Tensor], None]) -> None:
-        """Let `value(record, local part)` write each parameter in place: from the seed, or from a checkpoint."""
-        for placement, local in self.named_parameters():
-            value(placement, local)
+    def fill(self, value: Callable[[Piece, Tensor], None]) -> None:
+        """Let `value(piece, flat tensor)` write each piece of the master shards in place, then publish them all."""
+        for unit in self.units:
+            for piece in unit.pieces():
+                value(piece, piece.of(unit.master))
+            self.publish(unit)
+        self.settle()
 
-    # -- how it is done -----------------------------------------------------------------------------------------
+    def whole(self, shard: Callable[[Unit], Tensor | None], what: str) -> Iterator[tuple[Placement, Tensor]]:
+        """Each parameter's record and, in its own shape, the whole of what `shard(unit)` is this rank's shard of.
 
-    def _adopt(self, plan: UnitPlan, device: torch.device) -> None:
+        Collective, a unit at a time: all ranks must exhaust it. The tensors are valid until the next one. Units for
+        which `shard` gives None are left out.
+        """
+        for unit in self.units:
+            mine = shard(unit)
+            if mine is None:
+                continue
+            flat = mine
+            if self.stage:
+                flat = torch.empty(unit.padded, dtype=mine.dtype, device=mine.device)
+                self.group.all_gather(flat, mine, reason=f"zero.collect.{what}", phase="step")
+            for member in unit.members:
+                yield member.placement, member.of(flat)
+
+    def named_parameters(self) -> Iterator[tuple[Placement, Tensor]]:
+        """Each parameter's record and value as the optimizer holds it, whole; collective, see `whole`."""
+        return self.whole(lambda unit: unit.master, "parameters")
+
+    def named_gradients(self) -> Iterator[tuple[Placement, Tensor]]:
+        """Each trainable parameter's record and summed gradient, whole; valid after `finish`; collective."""
+        return self.whole(lambda unit: unit.gradient_shard if unit.trainable else None, "gradients")
+
+    def storages(self) -> dict[str, list[Tensor]]:
+        """The tensors held between steps, by the names that memory prediction uses."""
+        return {
+            "parameters": [t for unit in self.units for t in (unit.parameters, unit.parameter_shard)],
+            "gradients": [t for unit in self.units for t in (unit.gradients, unit.gradient_shard) if t is not None],
+            "master weights": [unit.master for unit in self.units if unit.master is not unit.parameter_shard],
+            "scalars": list(self._residency.freed.values()) if self._residency is not None else [],
+        }
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    def _adopt(self, plan: UnitPlan) -> None:
         originals = {p.name: self.module.get_parameter(p.name) for p in plan.placements}
-        unit = Unit(plan, next(iter(originals.values())).dtype, device)
-        for member in unit.members:
-            placement, original = member.placement, originals[member.placement.name]
-            view = member.of(unit.parameters)
+        dtype = next(iter(originals.values())).dtype
+        unit = Unit(plan, self.stage, self.group.size, self.group.rank, dtype, self.options.precision, self.device)
+        for piece in unit.pieces():
+            original = originals[piece.placement.name]
             if original.device.type != "meta":
+                piece.of(unit.master).copy_(original.detach().flatten()[piece.start : piece.stop])
+        for index, (member, view) in enumerate(zip(unit.members, unit.views, strict=True)):
+            placement, original = member.placement, originals[member.placement.name]
+            if self.stage < 3 and original.device.type != "meta":
                 view.copy_(original.detach())
-            parameter = nn.Parameter(view, requires_grad=unit.trainable)
+            # Stage 3 gathers again what autograd has saved: `data` leaves behind the counter of in-place writes.
+            parameter = nn.Parameter(view.data if self.stage == 3 else view, requires_grad=unit.trainable)
             for name in placement.names:
                 owner, _, leaf = name.rpartition(".")
                 setattr(self.module.get_submodule(owner), leaf, parameter)
             self._parameters[placement.name] = parameter
             self.placements[placement.name] = placement
             if unit.trainable:
-                parameter.register_post_accumulate_grad_hook(self._arrival(unit, member))
+                parameter.register_post_accumulate_grad_hook(self._arrival(unit, index))
+        if unit.master is not unit.parameter_shard:
+            unit.parameter_shard.copy_(unit.master)
         self.units.append(unit)
 
-    def _arrival(self, unit: Unit, member: Member) -> Callable[[Tensor], None]:
-        """A hook that autograd calls when it has accumulated a gradient of this backward into `member`."""
-        view = member.of(unit.gradients)
+    def _of(self, unit: Unit) -> list[nn.Parameter]:
+        return [self._parameters[member.placement.name] for member in unit.members]
+
+    def _arrival(self, unit: Unit, index: int) -> Callable[[Tensor], None]:
+        """A hook that autograd calls when it has accumulated a gradient of this backward into a parameter."""
+        member = unit.members[index]
 
         def arrived(parameter: Tensor) -> None:
-            if parameter.grad is not view:
-                # The step's first gradient: one copy into the buffer, where zeroing it beforehand and adding would
-                # pass over the memory twice. Later ones autograd adds to the view in place.
-                assert parameter.grad is not None
-                view.copy_(parameter.grad)
-                parameter.grad = view
-            if self._last:
+            gradient = parameter.grad
+            assert gradient is not None
+            self._check_used(unit, member)
+            if unit.gradients is None:
+                self._lend(unit)
+                assert unit.gradients is not None
+            view = member.of(unit.gradients)
+            if not unit.arrived[index]:
+                # One copy into the buffer, where zeroing it beforehand and adding would pass over the memory twice.
+                view.copy_(gradient)
+                unit.arrived[index] = True
+            elif gradient.data_ptr() != view.data_ptr():
+                view.add_(gradient)
+            # Where it can, autograd adds later micro-batches' gradients to the view in place.
+            stays = self.stage < 2 and view.dtype == gradient.dtype
+            parameter.grad = view if stays else None
+            if self._reduces:
                 unit.missing -= 1
-                self._reduce_ready()
+                if unit.missing == 0:
+                    self._backward_left(unit)
 
         return arrived
 
-    def _reduce_ready(self) -> None:
+    def _backward_left(self, unit: Unit) -> None:
+        if self._residency is not None:
+            self._residency.backward_done(unit)
         while self._next < len(self._order) and self._order[self._next].missing == 0:
             self._reduce(self._order[self._next])
             self._next += 1
 
+    def _check_used(self, unit: Unit, member: Member) -> None:
+        if self._residency is not None:
+            self._residency.check_used(unit, member.placement.name)
+        elif unit.gather is not None:
+            raise UserError(
+                f"zero={self.stage}: {member.placement.name} was used outside the forward of the module that owns "
+                "it, before its update was there; call that module, or use zero=0"
+            )
+
+    def _lend(self, unit: Unit) -> None:
+        """Whole gradients for a unit that backward has come to, in the dtype of their reduction (stages 2 and 3)."""
+        unit.gradients = self._take(unit.padded, unit.reduce_dtype)
+        unit.gradients[unit.size :].zero_()
+
+    def _take(self, size: int, dtype: torch.dtype) -> Tensor:
+        return self.group.scratch.take(size, dtype, self.device)
+
     def _reduce(self, unit: Unit) -> None:
-        unit.pending = self.group.all_reduce(unit.gradients, reason="zero.reduce", phase="backward", async_=True)
+        """Start the sum over the ranks of what this rank has; what it has no gradient for counts as zero."""
+        if unit.gradients is None:
+            self._lend(unit)
+        whole = unit.gradients
+        assert whole is not None
+        for index, member in enumerate(unit.members):
+            if not unit.arrived[index]:
+                member.of(whole).zero_()
+                unit.arrived[index] = True
+        if self.stage < 2:
+            self._reduce_once(unit, whole)
+        else:
+            self._reduce_micro(unit, whole)
+
+    def _reduce_once(self, unit: Unit, whole: Tensor) -> None:
+        """Stages 0 and 1: into `gradient_shard`, in place where the reduction has the gradients' dtype."""
+        wire, result = whole, unit.gradient_shard
+        lent: list[Tensor] = []
+        if unit.reduce_dtype != whole.dtype:
+            wire = self._take(whole.numel(), unit.reduce_dtype)
+            wire.copy_(whole)
+            result = wire[unit.start : unit.start + unit.gradient_shard.numel()]
+            lent.append(wire)
+        if self.stage == 0:
+            pending = self.group.all_reduce(wire, reason="zero.reduce", phase="backward", async_=True)
+        else:
+            pending = self._scatter(result, wire, None)
+        unit.reduction = Reduction(pending, result, tuple(lent))
+
+    def _reduce_micro(self, unit: Unit, whole: Tensor) -> None:
+        """Stages 2 and 3: the sum of one micro-batch, to be added to the step's; the whole gradients go back after."""
+        self._settle(unit)
+        while len(self._under_way) >= UNDER_WAY:
+            self._settle(self._under_way[0])
+        lent = [whole]
+        result = unit.gradient_shard
+        if unit.summed or whole.dtype != result.dtype:
+            result = self._take(result.numel(), whole.dtype)
+            lent.append(result)
+        unit.reduction = Reduction(self._scatter(result, whole, self._micro), result, tuple(lent))
+        unit.gradients = None
+        unit.arrived = [False] * len(unit.members)
+        self._under_way.append(unit)
+
+    def _scatter(self, result: Tensor, wire: Tensor, micro: int | None) -> Pending:
+        return self.group.reduce_scatter(
+            result, wire, reason="zero.reduce", phase="backward", micro=micro, async_=True
+        )
+
+    def _settle(self, unit: Unit) -> None:
+        """Wait for the unit's reduction, add it to the step's sum, and give back its buffers."""
+        reduction, unit.reduction = unit.reduction, None
+        if reduction is None:
+            return
+        if self.stage >= 2:
+            self._under_way.remove(unit)
+        reduction.pending.wait()
+        if reduction.result.data_ptr() != unit.gradient_shard.data_ptr():
+            if unit.summed:
+                unit.gradient_shard.add_(reduction.result)
+            else:
+                unit.gradient_shard.copy_(reduction.result)
+        unit.summed = True
+        for buffer in reduction.lent:
+            self.group.scratch.give(buffer)
+
+    def _across_replicas(self, replicas: Group) -> Iterator[Unit]:
+        """Hybrid sharding: once a step, sum the shards over the groups that hold the same ones."""
+        pending: list[tuple[Unit, Pending]] = []
+        for unit in self._order:
+            self._settle(unit)
+            wire = unit.gradient_shard
+            pending.append(
+                (unit, replicas.all_reduce(wire, reason="zero.replicas", phase="backward", async_=True))
+            )
+        for unit, sum_ in pending:
+            sum_.wait()
+            yield unit
+
+    # -- updated parameters arrive under the next forward (stages 1 and 2) ------------------------------------------
+
+    @staticmethod
+    def _arrive(unit: Unit) -> Callable[..., None]:
+        def enters(*_: object) -> None:
+            if unit.gather is not None:
+                unit.gather.wait()
+                unit.gather = None
+
+        return enters
+
+    def _settle_unless_training(self, *_: object) -> None:
+        # In training a weight used elsewhere than in its module is noticed by its gradient; here nothing would.
+        if not torch.is_grad_enabled():
+            self.settle()
 
 
-def shard(module: nn.Module, mesh: Mesh, stage: int = 0, units: Mapping[str, Sequence[str]] | None = None) -> Sharded:
+def shard(
+    module: nn.Module,
+    mesh: Mesh,
+    stage: int = 0,
+    units: Mapping[str, Sequence[str]] | None = None,
+    options: Options = Options(),
+) -> Sharded:
     """Lay `module`'s parameters out in flat unit buffers on the mesh's device and sum its gradients over `dp`.
 
     The module is changed in place: its parameters are replaced by views of the buffers (references to the old ones
     are stale), with their values where they had any; parameters on the meta device are left unfilled, see
-    `Sharded.fill`. `units` maps unit names to public parameter names, by default one unit a repeated block.
-    Every rank must start with equal values; filling from the seed or a checkpoint sees to it.
+    `Sharded.fill`. `units` maps unit names to public parameter names, in the order in which forward meets them; by
+    default one unit a repeated block. Every rank must start with equal values; filling from the seed or a checkpoint
+    sees to it.
 
-    Raises UserError for a stage that is not available.
+    Raises UserError for `shard` ranks that do not divide the data ranks, and for units that miss a parameter.
     """
-    if stage != 0:
-        raise UserError(f"zero={stage} is not available yet; use zero=0")
+    assert stage in (0, 1, 2, 3), stage
+    ranks = mesh.sizes["dp"]
+    if options.shard is not None and (stage == 0 or ranks % options.shard):
+        why = "stage 0 shards nothing" if stage == 0 else f"{options.shard} does not divide {ranks} data ranks"
+        raise UserError(f"zero_shard={options.shard}: {why}")
     placements = plain_placements(module, replicated=[axis for axis, size in mesh.sizes.items() if size > 1])
-    return Sharded(module, mesh.group("dp"), plan_units(module, placements, units), mesh.device)
+    return Sharded(module, mesh, stage, plan_units(module, placements, units), options)

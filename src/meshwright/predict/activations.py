@@ -166,8 +166,8 @@ class _Shapes:
 
     def loss(self, loss: str) -> Iterator[Row]:
         if loss == "chunked":
-            yield "", "gradient of the hidden states", self.hidden
-            yield "", "gradient of the head", self.spec.vocab * self.spec.hidden * self.size
+            yield "lm_head", "gradient of the hidden states", self.hidden
+            yield "lm_head", "gradient of the head", self.spec.vocab * self.spec.hidden * self.size
         else:
             yield "lm_head", "normed input", self.hidden
             yield "", "log-softmax", self.tokens * self.spec.vocab * self.wide

@@ -1,6 +1,6 @@
 """Bytes one rank holds, by category.
 
-States (parameters, gradients, Adam moments, step counters) are exact: the sizes of the tensors a run holds. With
+States (parameters, gradients, master weights, Adam moments, step counter) are exact: the sizes of the tensors a run holds. With
 saved activations, and what the loss needs beside them, they make the peak, which is when backward begins: all
 activations are there, and the loss has its copies of the logits. Left out are short-lived temporaries of single
 operations (one gradient before it is copied into its buffer), the allocator's rounding, the libraries, and the
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.predict import activations
-from meshwright.predict.params import buffer_count, count, segments
+from meshwright.predict.params import buffer_count, unit_counts
 from meshwright.spec.batch import micro_batches
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import LOSS_ROWS, RunSpec
 
-DTYPE_BYTES = {"fp32": 4, "float64": 8}
-STATES = ("parameters", "gradients", "adam moments", "step counters")
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "float64": 8}
+STATES = ("parameters", "gradients", "master weights", "adam moments", "scalars")
 
 
 @dataclass(frozen=True)
@@ -41,19 +41,50 @@ class Memory:
         return sum(self.categories[name] for name in STATES)
 
 
-def states(run: RunSpec) -> dict[str, int]:
-    """Bytes of each of STATES on every rank, exact. At ZeRO 0 a rank holds all of them whole.
+def states(run: RunSpec, layout: Layout) -> dict[str, int]:
+    """Bytes of each of STATES on every rank, exact, for a resolved `layout`.
 
-    Moments have the parameters' dtype; each flat segment (the decayed parameters of a unit, and the others) has one
-    float32 step counter.
+    ZeRO 1 shards the optimizer's states over the ranks, 2 gradients too, 3 parameters too (Rajbhandari et al. 2020,
+    figure 1). Each unit is padded to equal shards. Master weights are there where parameters are narrower than they,
+    moments have the master weights' dtype, and one float32 counts the steps. At stage 3 freed parameters share
+    one element.
     """
-    parameters = count(run.model) * DTYPE_BYTES[run.precision]
+    whole = sum(padded(run, layout).values())
+    shard = whole // shards(layout)
+    parameter, master, gradient = DTYPE_BYTES[run.precision], master_bytes(run), gradient_bytes(run)
     return {
-        "parameters": parameters,
-        "gradients": parameters,
-        "adam moments": 2 * parameters,
-        "step counters": 4 * segments(run.model),
+        "parameters": (shard if layout.zero == 3 else whole) * parameter,
+        "gradients": (shard if layout.zero >= 2 else whole) * gradient,
+        "master weights": 0 if master == parameter else shard * master,
+        "adam moments": 2 * shard * master,
+        "scalars": 4 + (parameter if layout.zero == 3 else 0),
     }
+
+
+def shards(layout: Layout) -> int:
+    """Ranks that a unit is cut over."""
+    return 1 if layout.zero == 0 else layout.zero_shard or layout.data_ranks
+
+
+def padded(run: RunSpec, layout: Layout) -> dict[str, int]:
+    """Elements of each unit's flat buffer: its parameters, and as many more as make the shards equal."""
+    cut = shards(layout)
+    return {name: -(-size // cut) * cut for name, size in unit_counts(run.model).items()}
+
+
+def master_bytes(run: RunSpec) -> int:
+    """Bytes of one weight as the optimizer updates it: float32 at least."""
+    return max(DTYPE_BYTES[run.precision], 4)
+
+
+def gradient_bytes(run: RunSpec) -> int:
+    """Bytes of one gradient as it accumulates."""
+    return master_bytes(run) if run.grad_dtype == "auto" else DTYPE_BYTES[run.grad_dtype]
+
+
+def reduce_bytes(run: RunSpec) -> int:
+    """Bytes of one gradient on its way between ranks."""
+    return gradient_bytes(run) if run.reduce_dtype == "auto" else DTYPE_BYTES[run.reduce_dtype]
 
 
 def buffers(run: RunSpec) -> int:
@@ -103,7 +134,7 @@ def memory(run: RunSpec, layout: Layout, rank: int) -> Memory:
         rank,
         sequences,
         {
-            **states(run),
+            **states(run, layout),
             "buffers": buffers(run),
             "inputs": 2 * 8 * tokens,  # tokens and targets, int64
             "activations": activations.total(saved(run, sequences)),

@@ -2,33 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
-from meshwright.predict.memory import DTYPE_BYTES
-from meshwright.predict.params import unit_counts
+from meshwright.predict.memory import DTYPE_BYTES, gradient_bytes, padded, reduce_bytes, shards
+from meshwright.spec.batch import micro_steps
 from meshwright.spec.layout import Layout
 from meshwright.spec.run import RunSpec
-from meshwright.spec.traffic import TrafficKey, TrafficRow, wire_bytes
+from meshwright.spec.traffic import Operation, Phase, TrafficKey, TrafficRow, wire_bytes
 
 METRICS_BYTES = 3 * 8  # loss sum, valid tokens, stop flag: float64 in every precision, so that counts stay exact
+NORM_BYTES = 8  # the sum of the squared gradients, float64
 
 
 def traffic(run: RunSpec, layout: Layout) -> tuple[TrafficRow, ...]:
     """The rows of one step for a resolved `layout`; the same on every rank, whatever its part of the batch.
 
-    Gradients are reduced once a step, however many micro-batches it has: each unit's flat buffer as a whole. A
-    single data rank sends nothing.
+    A single data rank sends nothing.
     """
-    ranks = layout.data_ranks
-    if ranks == 1:
-        return ()
-    size = DTYPE_BYTES[run.precision]
-    reduce = TrafficKey("all_reduce", "dp", "zero.reduce", "backward", None)
-    metrics = TrafficKey("all_reduce", "dp", "step.metrics", "step", None)
-    return (
-        _row(reduce, ranks, (n * size for n in unit_counts(run.model).values())),
-        _row(metrics, ranks, (METRICS_BYTES,)),
-    )
+    rows = [*_zero(run, layout), _row("all_reduce", "dp", layout.data_ranks, "step.metrics", "step", [METRICS_BYTES])]
+    return tuple(row for row in rows if row is not None)
+
+
+def _zero(run: RunSpec, layout: Layout) -> Iterator[TrafficRow | None]:
+    """Gradients of each unit, and its parameters: see the table in parallel/zero.py.
+
+    Stages 0 and 1 reduce once a step, however many micro-batches it has; 2 and 3 in each. At stage 3 the last unit of
+    forward stays for backward, a tied one from its first use on, and backward never reads an embedding.
+    """
+    ranks, micros = layout.data_ranks, micro_steps(run.batch.sequences, layout.data_ranks, run.batch.micro)
+    units = padded(run, layout)
+    parameters = {name: size * DTYPE_BYTES[run.precision] for name, size in units.items()}
+    gradients = [size * reduce_bytes(run) for size in units.values()]
+    cut = shards(layout)
+    inner = "dp" if cut == ranks else "dp.inner"
+    if layout.zero == 0:
+        yield _row("all_reduce", "dp", ranks, "zero.reduce", "backward", gradients)
+    elif layout.zero == 1:
+        yield _row("reduce_scatter", inner, cut, "zero.reduce", "backward", gradients)
+    else:
+        for micro in range(micros):
+            yield _row("reduce_scatter", inner, cut, "zero.reduce", "backward", gradients, micro)
+    if layout.zero and cut < ranks:
+        shard = [size // cut * gradient_bytes(run) for size in units.values()]
+        yield _row("all_reduce", "dp.outer", ranks // cut, "zero.replicas", "backward", shard)
+    if layout.zero in (1, 2):
+        yield _row("all_gather", inner, cut, "zero.gather", "step", list(parameters.values()))
+    elif layout.zero == 3:
+        stay = {"tied", "embedding", list(units)[-1]}
+        again = [size for name, size in parameters.items() if name not in stay]
+        by_step = layout.zero_gather == "step"
+        for micro in range(1 if by_step else micros):
+            yield _row("all_gather", inner, cut, "zero.gather", "forward", list(parameters.values()), micro)
+            if not by_step:
+                yield _row("all_gather", inner, cut, "zero.gather", "backward", again, micro)
+    if layout.zero:
+        yield _row("all_reduce", inner, cut, "step.norm", "step", [NORM_BYTES])
 
 
 def total_wire(rows: Iterable[TrafficRow]) -> float:
@@ -36,7 +64,17 @@ def total_wire(rows: Iterable[TrafficRow]) -> float:
     return sum(row.wire for row in rows)
 
 
-def _row(key: TrafficKey, ranks: int, payloads: Iterable[int]) -> TrafficRow:
-    sizes = list(payloads)
+def _row(
+    operation: Operation,
+    axis: str,
+    ranks: int,
+    reason: str,
+    phase: Phase,
+    payloads: Sequence[int],
+    micro: int | None = None,
+) -> TrafficRow | None:
+    if ranks == 1 or not payloads:
+        return None
+    key = TrafficKey(operation, axis, reason, phase, micro)
     # The formula of the sum, not the sum of the formula's values: the ledger does the same, and rounds the same.
-    return TrafficRow(key, len(sizes), sum(sizes), wire_bytes(key.operation, ranks, sum(sizes)))
+    return TrafficRow(key, len(payloads), sum(payloads), wire_bytes(operation, ranks, sum(payloads)))

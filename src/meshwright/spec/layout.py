@@ -28,6 +28,13 @@ class Layout(BaseModel):
     zero: Annotated[int, Field(ge=0, le=3)] = Field(
         0, description="ZeRO stage: 1 shards states, 2 gradients, 3 parameters"
     )
+    zero_shard: Ranks | None = Field(
+        None, description="data ranks that shard among themselves, neighbours on dp; null: all of them"
+    )
+    zero_gather: Literal["micro", "step"] = Field(
+        "micro", description="zero=3: free parameters after each pass, or hold them until the step's last backward"
+    )
+    zero_ahead: Annotated[int, Field(ge=0)] = Field(1, description="zero=3: units gathered before they are needed")
     sp: bool = Field(False, description="sequence parallelism beside tp")
     recompute: Literal["none"] = Field("none", description="which activations are computed again in backward")
     order: tuple[Axis, ...] = Field(AXES, description="axes from neighbouring ranks to distant ones")
@@ -36,7 +43,7 @@ class Layout(BaseModel):
     def _available(self) -> Self:
         if sorted(self.order) != sorted(AXES):
             raise ValueError(f"order must name each of {', '.join(AXES)} once")
-        neutral = {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "zero": 0, "sp": False}
+        neutral = {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "sp": False}
         wrong = [
             not_yet(name, getattr(self, name), f"use {name}={show(value)}")
             for name, value in neutral.items()
@@ -44,6 +51,12 @@ class Layout(BaseModel):
         ]
         if wrong:
             raise ValueError("; ".join(wrong))
+        if self.zero_shard is not None and self.zero == 0:
+            raise ValueError("zero_shard belongs to zero=1, 2 or 3; zero=0 shards nothing")
+        if self.zero < 3:
+            for name in ("zero_gather", "zero_ahead"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(f"{name}={getattr(self, name)} belongs to zero=3; leave it out")
         return self
 
     @property
@@ -65,6 +78,16 @@ class Layout(BaseModel):
 
         Raises UserError where the layout does not multiply to `ranks`.
         """
+        resolved = self._resolve(ranks)
+        if resolved.zero_shard is not None and resolved.data_ranks % resolved.zero_shard:
+            right = [n for n in range(1, resolved.data_ranks + 1) if resolved.data_ranks % n == 0]
+            raise UserError(
+                f"layout: zero_shard={resolved.zero_shard} does not divide dp={resolved.data_ranks}; "
+                f"use one of {', '.join(map(str, right))}"
+            )
+        return resolved
+
+    def _resolve(self, ranks: int | None) -> Layout:
         others = self.tp * self.cp * self.pp
         if self.dp == "auto":
             if ranks is None:

@@ -105,7 +105,15 @@ class RunSpec(Part):
     data: Data = Field(Data(), description="where tokens come from")
     batch: Batch = Field(Batch(), description="sequences in a step")
     layout: Layout = Field(Layout(), description="ranks on each axis, ZeRO stage, recompute")
-    precision: Literal["fp32", "float64"] = Field("fp32", description="dtype of parameters, gradients and states")
+    precision: Literal["fp32", "bf16", "fp16", "float64"] = Field(
+        "fp32", description="dtype of parameters and compute; bf16 and fp16 keep master weights and moments in fp32"
+    )
+    grad_dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "auto", description="dtype that gradients accumulate in; auto: fp32, or float64 with precision=float64"
+    )
+    reduce_dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "auto", description="dtype that gradients are summed over ranks in; auto: that of the gradients"
+    )
     attention: Literal["sdpa", "explicit"] = Field("sdpa", description="torch's fused attention, or written out")
     loss: Literal["full", "chunked"] = Field(
         "full", description="all logits at once, or never more than a chunk of them"
@@ -129,6 +137,12 @@ class RunSpec(Part):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        allowed = {"fp32": ("fp32",), "bf16": ("fp32", "bf16"), "fp16": ("fp32", "fp16"), "float64": ()}
+        if self.grad_dtype != "auto" and self.grad_dtype not in allowed[self.precision]:
+            right = " or ".join(("auto", *allowed[self.precision]))
+            raise ValueError(f"grad_dtype={self.grad_dtype} does not go with precision={self.precision}; use {right}")
+        if self.reduce_dtype != "auto" and self.precision == "float64":
+            raise ValueError("reduce_dtype does not go with precision=float64, which is for proofs; use auto")
         if self.model.family == "gpt2" and self.data.seq_len > self.model.max_seq:
             raise ValueError(
                 f"data.seq_len={self.data.seq_len} is longer than the model's {self.model.max_seq} learned positions; "

@@ -32,12 +32,10 @@ ALIASES = {
 
 # What a run will one day take and does not yet: values of fields, and fields with what holds in their place.
 LATER_VALUES: dict[str, tuple[object, ...]] = {
-    "precision": ("bf16", "bfloat16"),
     "layout.recompute": ("selective", "full", "all"),
 }
 LATER_FIELDS = {
     "layout.schedule": "leave it out: one stage needs no schedule",
-    "layout.replicas": "leave it out: all data ranks are replicas",
     "model.experts": "leave it out: models are dense",
 }
 

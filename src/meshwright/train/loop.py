@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from meshwright.comm import runtime
 from meshwright.comm.mesh import Mesh
@@ -215,15 +216,17 @@ class Loop:
         due = stopping or step == self.run_spec.steps or (options.every and step % options.every == 0)
         if not due:
             return
+        self.mesh.blackbox.note("collecting a checkpoint")
+        tensors = state.tensors(self.trainer, keep=self.lead)
         with self.mesh.lead.works("saving a checkpoint") as advance:
             if self.lead:
-                self._save_now(step, stopping, advance)
+                self._save_now(step, stopping, tensors, advance)
 
-    def _save_now(self, step: int, stopping: bool, advance: Callable[[], None]) -> None:
+    def _save_now(self, step: int, stopping: bool, tensors: dict[str, Tensor], advance: Callable[[], None]) -> None:
         about = state.meta(self.trainer, step, self.counts) | {"data": self.prepared.key}
         folder, keep = self.folder / "checkpoints", self.run_spec.checkpoint.keep
         try:
-            where = checkpoint.save(folder, step, state.tensors(self.trainer), about, keep=keep, advance=advance)
+            where = checkpoint.save(folder, step, tensors, about, keep=keep, advance=advance)
         except checkpoint.CheckpointError as error:
             # Training is worth more than this one save; the last whole checkpoint is still there.
             self.progress.message(f"warning: checkpoint of step {step} failed: {error}")

@@ -1,4 +1,4 @@
-"""AdamW over flat segments: torch's fused kernel, one tensor for each run of parameters that decays alike.
+"""AdamW over flat shards: torch's fused kernel, one tensor for each run of parameters that decays alike.
 
 The kernel is called by its operator and not through `torch.optim.AdamW`: making one of those imports the compiler,
 about three seconds of every rank's start, to update a handful of flat tensors.
@@ -6,99 +6,136 @@ about three seconds of every rank's start, to update a handful of flat tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from meshwright.parallel.flat import Piece, Segment, Unit
 from meshwright.parallel.placement import Placement
-from meshwright.parallel.zero import Segment, Sharded
+from meshwright.parallel.zero import Sharded
 from meshwright.spec.run import Optimizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+WIDENED = 1 << 22  # gradients of a lower precision than the weights that are widened at once
 
 
 @dataclass(frozen=True)
 class _State:
-    """A segment and what Adam keeps for it: two moments of its dtype and size, one float32 step counter."""
+    """A unit's shard and what Adam keeps for it: two moments of the master weights' dtype and size."""
 
-    segment: Segment
+    unit: Unit
+    segments: tuple[Segment, ...]
     exp_avg: Tensor
     exp_avg_sq: Tensor
-    step: Tensor
 
 
 class FlatAdamW:
-    """Decoupled weight decay (Loshchilov and Hutter 2019) on matrices only, by `Sharded`'s segments."""
+    """Decoupled weight decay (Loshchilov and Hutter 2019) on matrices only, on each unit's shard."""
 
     def __init__(self, sharded: Sharded, options: Optimizer) -> None:
+        self._sharded = sharded
         self._options = options
+        self._step = torch.zeros((), dtype=torch.float32, device=sharded.device)
         self._states = [
-            _State(
-                segment,
-                torch.zeros_like(segment.parameters),
-                torch.zeros_like(segment.parameters),
-                torch.zeros((), dtype=torch.float32, device=segment.parameters.device),
-            )
-            for segment in sharded.segments()
+            _State(unit, tuple(unit.segments()), torch.zeros_like(unit.master), torch.zeros_like(unit.master))
+            for unit in sharded.units
+            if unit.trainable
         ]
 
     @torch.no_grad()
     def step(self, lr: float, divide_by: float = 1.0) -> None:
-        """Update every parameter from the segments' gradients, divided by `divide_by`.
+        """Update every shard from its gradients, divided by `divide_by`, and let the other ranks have the result.
 
-        The division takes no pass of its own: the kernel does it, as for a loss scale. It knows the divisor in
-        float32 only, so gradients of higher precision are divided beforehand.
+        Each unit's gather begins as soon as the unit is updated; forward needs the first one first.
         """
-        for decay in (True, False):
-            states = [state for state in self._states if state.segment.decay == decay]
-            if not states:
-                continue
-            scale = None
-            if states[0].segment.gradients.dtype == torch.float64:
-                torch._foreach_div_([state.segment.gradients for state in states], divide_by)
-            else:
-                scale = torch.tensor(divide_by, dtype=torch.float32, device=states[0].step.device)
-            torch._foreach_add_([state.step for state in states], 1)
-            torch._fused_adamw_(
-                [state.segment.parameters for state in states],
-                [state.segment.gradients for state in states],
-                [state.exp_avg for state in states],
-                [state.exp_avg_sq for state in states],
-                [],
-                [state.step for state in states],
-                lr=lr,
-                beta1=self._options.betas[0],
-                beta2=self._options.betas[1],
-                weight_decay=self._options.weight_decay if decay else 0.0,
-                eps=self._options.eps,
-                amsgrad=False,
-                maximize=False,
-                grad_scale=scale,
-            )
+        self._step += 1
+        # With nothing to gather, one call of the kernel for all units.
+        at_once = [self._states] if self._sharded.stage == 0 else [[state] for state in self._states]
+        for states in at_once:
+            for decay in (True, False):
+                self._update([(s, run) for s in states for run in s.segments if run.decay == decay], lr, divide_by)
+            for state in states:
+                self._sharded.publish(state.unit)
+
+    def _update(self, runs: Sequence[tuple[_State, Segment]], lr: float, divide_by: float) -> None:
+        if not runs:
+            return
+        weights = [run.of(state.unit.master) for state, run in runs]
+        gradients = [run.of(state.unit.gradient_shard) for state, run in runs]
+        moments = [[run.of(state.exp_avg) for state, run in runs], [run.of(state.exp_avg_sq) for state, run in runs]]
+        decay = self._options.weight_decay if runs[0][1].decay else 0.0
+        if gradients[0].dtype == weights[0].dtype:
+            self._kernel(weights, gradients, moments[0], moments[1], lr, decay, divide_by)
+            return
+        # The kernel wants both in one dtype: widen a part at a time, so that no whole copy is made.
+        for weight, gradient, first, second in zip(weights, gradients, *moments, strict=True):
+            for start in range(0, len(weight), WIDENED):
+                part = slice(start, start + WIDENED)
+                wide = gradient[part].to(weight.dtype)
+                self._kernel([weight[part]], [wide], [first[part]], [second[part]], lr, decay, divide_by)
+
+    def _kernel(
+        self,
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        exp_avgs: list[Tensor],
+        exp_avg_sqs: list[Tensor],
+        lr: float,
+        decay: float,
+        divide_by: float,
+    ) -> None:
+        """The division takes no pass of its own: the kernel does it, as for a loss scale. It knows the divisor in
+        float32 only, so gradients of higher precision are divided beforehand."""
+        scale = None
+        if gradients[0].dtype == torch.float64:
+            torch._foreach_div_(gradients, divide_by)
+        else:
+            scale = torch.tensor(divide_by, dtype=torch.float32, device=self._step.device)
+        torch._fused_adamw_(
+            weights,
+            gradients,
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            [self._step] * len(weights),
+            lr=lr,
+            beta1=self._options.betas[0],
+            beta2=self._options.betas[1],
+            weight_decay=decay,
+            eps=self._options.eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=scale,
+        )
 
     @property
     def steps(self) -> int:
         """Updates made so far; skipped steps do not count."""
-        return int(self._states[0].step) if self._states else 0
+        return int(self._step)
 
     def set_steps(self, steps: int) -> None:
         """Continue bias correction as after `steps` updates."""
-        for state in self._states:
-            state.step.fill_(steps)
+        self._step.fill_(steps)
 
     def named_moments(self) -> Iterator[tuple[Placement, str, Tensor]]:
-        """Each parameter's record, "exp_avg" or "exp_avg_sq", and that moment in the parameter's own shape; a view."""
+        """Each parameter's record, "exp_avg" or "exp_avg_sq", and that moment, whole; collective, see `whole`."""
+        for kind in MOMENTS:
+            shards = {state.unit: getattr(state, kind) for state in self._states}
+            for placement, moment in self._sharded.whole(shards.get, kind):
+                yield placement, kind, moment
+
+    def pieces(self) -> Iterator[tuple[Piece, str, Tensor]]:
+        """Each piece of this rank's shards, the moment's kind, and that part of it; 1-dim, a view."""
         for state in self._states:
-            for kind, flat in zip(MOMENTS, (state.exp_avg, state.exp_avg_sq), strict=True):
-                for member in state.segment.members:
-                    part = flat[member.start - state.segment.offset : member.stop - state.segment.offset]
-                    yield member.placement, kind, part.view(member.placement.local_shape)
+            for piece in state.unit.pieces():
+                for kind in MOMENTS:
+                    yield piece, kind, piece.of(getattr(state, kind))
 
     def storages(self) -> dict[str, list[Tensor]]:
         """The tensors held, by the names that memory prediction uses."""
         return {
             "adam moments": [moment for state in self._states for moment in (state.exp_avg, state.exp_avg_sq)],
-            "step counters": [state.step for state in self._states],
+            "scalars": [self._step],
         }

@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
+from meshwright.parallel.flat import Piece
 from meshwright.spec.errors import RunError, UserError
 from meshwright.spec.run import RunSpec
+from meshwright.train.optimizer import MOMENTS
 from meshwright.train.trainer import Trainer
 
 
-def tensors(trainer: Trainer) -> dict[str, Tensor]:
-    """Parameters as "model/NAME", moments as "exp_avg/NAME" and "exp_avg_sq/NAME", by public name; views."""
-    return dict(_views(trainer))
+def tensors(trainer: Trainer, keep: bool = True) -> dict[str, Tensor]:
+    """Parameters as "model/NAME", moments as "exp_avg/NAME" and "exp_avg_sq/NAME", by public name.
+
+    Parameters are the master weights. Above ZeRO 0 it is collective, and whole tensors are copies on the CPU; a rank
+    that passes keep=False takes part and gets none. At ZeRO 0 they are views.
+    """
+    kept: dict[str, Tensor] = {}
+
+    def add(name: str, whole: Tensor) -> None:
+        if keep:
+            kept[name] = whole if trainer.sharded.stage == 0 else whole.to("cpu", copy=True)
+
+    for placement, parameter in trainer.sharded.named_parameters():
+        add(f"model/{placement.name}", parameter)
+    for placement, kind, moment in trainer.optimizer.named_moments():
+        add(f"{kind}/{placement.name}", moment)
+    return kept
 
 
 @dataclass
@@ -38,6 +55,7 @@ def meta(trainer: Trainer, step: int, counts: Counts) -> dict[str, Any]:
         "step": step,
         **asdict(counts),
         "updates": trainer.optimizer.steps,
+        "loss_scale": [trainer.scale.value, trainer.scale.good_steps],
         "run": trainer.run.model_dump(mode="json"),
     }
 
@@ -48,19 +66,25 @@ def restore(trainer: Trainer, saved: Mapping[str, Tensor], about: Mapping[str, A
     Raises UserError for a checkpoint of another model, RunError for missing, unexpected or misshapen tensors.
     """
     check_same_model(trainer.run, about)
-    views = dict(_views(trainer))
-    missing, unexpected = sorted(set(views) - set(saved)), sorted(set(saved) - set(views))
+    wanted = _wanted(trainer)
+    missing, unexpected = sorted(set(wanted) - set(saved)), sorted(set(saved) - set(wanted))
     misshapen = [
-        f"{name} is {tuple(saved[name].shape)} {saved[name].dtype}, needed {tuple(view.shape)} {view.dtype}"
-        for name, view in views.items()
-        if name in saved and (saved[name].shape != view.shape or saved[name].dtype != view.dtype)
+        f"{name} is {tuple(saved[name].shape)} {saved[name].dtype}, needed {shape} {dtype}"
+        for name, (shape, dtype) in wanted.items()
+        if name in saved and (saved[name].shape != shape or saved[name].dtype != dtype)
     ]
     for what, names in (("lacks", missing), ("has unexpected", unexpected), ("has misshapen", misshapen)):
         if names:
             raise RunError(f"checkpoint {what} {'; '.join(names[:5])}{' …' if len(names) > 5 else ''}")
-    for name, view in views.items():
-        view.copy_(saved[name])
+
+    def run_of(kind: str, piece: Piece) -> Tensor:
+        return saved[f"{kind}/{piece.placement.name}"].flatten()[piece.start : piece.stop]
+
+    trainer.sharded.fill(lambda piece, local: local.copy_(run_of("model", piece)))
+    for piece, kind, local in trainer.optimizer.pieces():
+        local.copy_(run_of(kind, piece))
     trainer.optimizer.set_steps(about["updates"])
+    trainer.scale.value, trainer.scale.good_steps = about["loss_scale"]
 
 
 def check_same_model(run: RunSpec, about: Mapping[str, Any]) -> None:
@@ -102,8 +126,11 @@ def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _views(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
-    for placement, local in trainer.sharded.named_parameters():
-        yield f"model/{placement.name}", local
-    for placement, kind, moment in trainer.optimizer.named_moments():
-        yield f"{kind}/{placement.name}", moment
+def _wanted(trainer: Trainer) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of every tensor that this trainer's checkpoint holds, by name."""
+    wanted = {}
+    for unit in trainer.sharded.units:
+        for kind in ("model", *(MOMENTS if unit.trainable else ())):
+            for member in unit.members:
+                wanted[f"{kind}/{member.placement.name}"] = (member.placement.shape, unit.master.dtype)
+    return wanted

@@ -6,7 +6,6 @@ The loop around it, checkpoints and metrics are elsewhere; proofs and benchmarks
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -18,10 +17,11 @@ from meshwright.model.dropout import DropoutKey
 from meshwright.model.init import fill_, initial
 from meshwright.model.loss import IGNORE
 from meshwright.parallel import zero
-from meshwright.parallel.placement import Placement
-from meshwright.spec.batch import micro_batches, part
+from meshwright.parallel.flat import Piece, Precision
+from meshwright.spec.batch import micro_batches, micro_steps, part
 from meshwright.spec.run import RunSpec
 from meshwright.train.data import Dataset
+from meshwright.train.lossscale import LossScale
 from meshwright.train.lr import lr_at
 from meshwright.train.optimizer import FlatAdamW
 
@@ -34,20 +34,30 @@ class Totals:
     tokens: int
     stop: float = 0.0  # sum over ranks of what each passed as `stop`
     gradient_norm: float = 0.0  # of the sums, over all parameters, each distinct one counted once
+    scale: float = 1.0  # that loss and gradients were multiplied by for backward
 
     @property
     def loss(self) -> float:
         """Mean loss a valid token; 0 where the whole batch has none."""
         return self.loss_sum / max(self.tokens, 1)
 
+    @property
+    def divisor(self) -> float:
+        """What the gradient sums are to be divided by."""
+        return max(self.tokens, 1) * self.scale
+
 
 @dataclass(frozen=True)
 class Update:
-    """What became of a step: the gradient norm before clipping, and whether the update was skipped."""
+    """What became of a step: the gradient norm before clipping, and whether the update was skipped.
+
+    overflow: it was skipped for the loss scale alone, which has been lowered; the next step may do.
+    """
 
     grad_norm: float
     lr: float
     skipped: bool
+    overflow: bool = False
 
 
 class Trainer:
@@ -60,14 +70,16 @@ class Trainer:
             run.model, attention=run.attention, loss=run.loss, dtype=DTYPES[run.precision], device="meta"
         )
         initials = initial(self.model)
-        self.sharded = zero.shard(self.model, mesh, run.layout.zero)
+        self.sharded = zero.shard(self.model, mesh, run.layout.zero, options=_options(run))
         self.model.rebuild_buffers(mesh.device)
 
-        def from_seed(placement: Placement, local: Tensor) -> None:
-            fill_(local.view(-1), initials[placement.name], seed=run.seed, name=placement.name, start=0)
+        def from_seed(piece: Piece, local: Tensor) -> None:
+            name = piece.placement.name
+            fill_(local, initials[name], seed=run.seed, name=name, start=piece.start)
 
         self.sharded.fill(from_seed)
         self.optimizer = FlatAdamW(self.sharded, run.optimizer)
+        self.scale = LossScale.of(run.precision)
 
     def accumulate(self, data: Dataset, step: int, stop: float = 0.0) -> Totals:
         """Forward and backward of this rank's micro-batches of global step `step`; gradients reduced on return."""
@@ -75,28 +87,33 @@ class Trainer:
         ids = data.ids(step, self.run.batch.sequences)
         micros = micro_batches(self.run.batch.sequences, group.size, group.rank, self.run.batch.micro)
         totals = torch.tensor([0.0, 0.0, stop], dtype=torch.float64, device=self.mesh.device)
+        scale = self.scale.value
         self.model.train()
         self.sharded.begin()
         pending = None
         for index, places in enumerate(micros):
             last = index == len(micros) - 1
+            self.sharded.micro(index, last=last)
+            loss = None
             if places:
                 tokens, targets = (t.to(self.mesh.device) for t in data.batch(ids[places.start : places.stop]))
                 rows = torch.arange(places.start, places.stop, device=self.mesh.device)
                 loss = self.model(tokens, targets, dropout=DropoutKey(self.run.seed, step, rows))
                 totals[0] += loss.detach()
                 totals[1] += (targets != IGNORE).sum()
+            elif self.sharded.every_rank_computes:
+                loss = self.compute_nothing(step)
             if last:
                 # Before the last backward, so that the reductions it starts come after this one on every rank.
                 pending = group.all_reduce(totals, reason="step.metrics", phase="step", async_=True)
-                self.sharded.last_micro()
-            if places:
-                loss.backward()
-        norm = global_norm(unit.gradients for unit in self.sharded.finish())
+            if loss is not None:
+                (loss if scale == 1.0 else loss * scale).backward()
+            self.sharded.end_micro()
+        norm = self._global_norm()
         assert pending is not None
         pending.wait()
         loss_sum, tokens_seen, stops = totals.tolist()
-        return Totals(loss_sum, int(tokens_seen), stops, norm)
+        return Totals(loss_sum, int(tokens_seen), stops, norm, scale)
 
     def update(self, step: int, totals: Totals) -> Update:
         """Divide the gradients by the valid tokens, clip them by global norm, and update; or skip a non-finite step.
@@ -105,12 +122,14 @@ class Trainer:
         moments are as before it.
         """
         lr = lr_at(self.run, step)
-        norm = totals.gradient_norm / max(totals.tokens, 1)
-        if not (math.isfinite(norm) and math.isfinite(totals.loss_sum)):
-            return Update(norm, lr, skipped=True)
+        norm = totals.gradient_norm / totals.divisor
+        finite = math.isfinite(norm) and math.isfinite(totals.loss_sum)
+        lowered = self.scale.after(finite)
+        if not finite:
+            return Update(norm, lr, skipped=True, overflow=lowered and math.isfinite(totals.loss_sum))
         clip = self.run.optimizer.clip
         over = 1.0 if clip is None else max(norm / clip, 1.0)
-        self.optimizer.step(lr, divide_by=max(totals.tokens, 1) * over)
+        self.optimizer.step(lr, divide_by=totals.divisor * over)
         return Update(norm, lr, skipped=False)
 
     @torch.no_grad()
@@ -120,17 +139,54 @@ class Trainer:
         mine = part(len(ids), group.size, group.rank)
         totals = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
         self.model.eval()
-        for start in range(mine.start, mine.stop, self.run.batch.micro):
-            chosen = ids[start : min(start + self.run.batch.micro, mine.stop)]
-            tokens, targets = (t.to(self.mesh.device) for t in data.batch(chosen))
-            totals[0] += self.model(tokens, targets)
-            totals[1] += (targets != IGNORE).sum()
+        for index in range(micro_steps(len(ids), group.size, self.run.batch.micro)):
+            places = mine[index * self.run.batch.micro : (index + 1) * self.run.batch.micro]
+            if places:
+                tokens, targets = (t.to(self.mesh.device) for t in data.batch(ids[places.start : places.stop]))
+                totals[0] += self.model(tokens, targets)
+                totals[1] += (targets != IGNORE).sum()
+            elif self.sharded.every_rank_computes:
+                self.compute_nothing(0)
         group.all_reduce(totals, reason="validation.metrics", phase="forward")
         loss_sum, tokens_seen, _ = totals.tolist()
         return Totals(loss_sum, int(tokens_seen))
 
+    def compute_nothing(self, step: int) -> Tensor:
+        """The loss of a token that does not count: what a rank computes where the others have a micro-batch and it
+        has none, so that it takes part in their gathers and adds nothing to their sums."""
+        token = torch.zeros(1, 1, dtype=torch.int64, device=self.mesh.device)
+        key = DropoutKey(self.run.seed, step, torch.zeros(1, dtype=torch.int64, device=self.mesh.device))
+        loss: Tensor = self.model(token, torch.full_like(token, IGNORE), dropout=key)
+        return loss
 
-def global_norm(gradients: Iterable[Tensor]) -> float:
-    """L2 norm over all parameters. At ZeRO 0 every rank holds each of them once, so nothing is exchanged."""
-    norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
-    return float(torch.linalg.vector_norm(torch.stack(norms).double())) if norms else 0.0
+    def _global_norm(self) -> float:
+        """L2 norm of the gradient sums over all parameters; each unit's part while others are still on the wire."""
+        norms = []
+        for unit in self.sharded.finish():
+            for segment in unit.segments():
+                gradient = segment.of(unit.gradient_shard)
+                wide = torch.promote_types(gradient.dtype, torch.float32)
+                norms.append(torch.linalg.vector_norm(gradient, dtype=wide).double())
+        squares = torch.stack(norms).square_().sum() if norms else torch.zeros((), dtype=torch.float64)
+        squares = squares.to(self.mesh.device)
+        if self.sharded.stage:
+            # Each rank has the sums of its own shard; groups that hold the same shards get the same total.
+            self.sharded.group.all_reduce(squares, reason="step.norm", phase="step")
+        return math.sqrt(float(squares))
+
+
+def _options(run: RunSpec) -> zero.Options:
+    layout = run.layout
+    compute = DTYPES[run.precision]
+    wide = torch.promote_types(compute, torch.float32)
+    gradients = wide if run.grad_dtype == "auto" else DTYPES[run.grad_dtype]
+    return zero.Options(
+        precision=Precision(
+            gradients=gradients,
+            reduce=gradients if run.reduce_dtype == "auto" else DTYPES[run.reduce_dtype],
+            master=wide,
+        ),
+        shard=layout.zero_shard,
+        gather=layout.zero_gather,
+        ahead=layout.zero_ahead,
+    )

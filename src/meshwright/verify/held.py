@@ -24,11 +24,11 @@ OTHER = "other"
 
 def declared(trainer: Trainer) -> dict[str, Iterable[Tensor]]:
     """What a rank means to hold from step to step, by the names of predict.memory."""
-    units = trainer.sharded.units
+    laid_out, updated = trainer.sharded.storages(), trainer.optimizer.storages()
     return {
-        "parameters": [unit.parameters for unit in units],
-        "gradients": [unit.gradients for unit in units],
-        **trainer.optimizer.storages(),
+        **laid_out,
+        **updated,
+        "scalars": [*laid_out["scalars"], *updated["scalars"]],
         "buffers": trainer.model.buffers(),
     }
 

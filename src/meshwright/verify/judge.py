@@ -30,7 +30,7 @@ def judge(run: RunSpec, steps: int, ranks: Sequence[Evidence], expected: Evidenc
     tensors = compare_tensors(ranks, expected, bound)
     scalars = check_scalars(ranks, expected, bound)
     moved = check_traffic(ranks, traffic(run, run.layout))
-    held = check_states(ranks, states(run) | {"buffers": buffers(run), OTHER: 0})
+    held = check_states(ranks, states(run, run.layout) | {"buffers": buffers(run), OTHER: 0})
     kept, differences = _activations(run, ranks)
     factors = {
         "dp": run.layout.data_ranks,

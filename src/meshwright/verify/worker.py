@@ -34,7 +34,7 @@ def collect(run: RunSpec, mesh: Mesh, data: UnequalData | Dataset, steps: int) -
     mesh.ledger.clear()
     for step in range(steps):
         totals = trainer.accumulate(data, step)
-        _keep_gradients(trainer, evidence, step + 1, totals.tokens)
+        _keep_gradients(trainer, evidence, step + 1, totals.divisor)
         update = trainer.update(step, totals)
         evidence.traffic.append(mesh.ledger.take())
         evidence.losses.append(totals.loss)
@@ -47,19 +47,22 @@ def collect(run: RunSpec, mesh: Mesh, data: UnequalData | Dataset, steps: int) -
     return evidence
 
 
-def _keep_gradients(trainer: Trainer, evidence: Evidence, step: int, tokens: int) -> None:
-    for placement, gradient in trainer.sharded.named_gradients():
-        evidence.keep("gradient", step, placement.name, gradient / max(tokens, 1))
+def _keep_gradients(trainer: Trainer, evidence: Evidence, step: int, divisor: float) -> None:
+    with trainer.mesh.ledger.aside():
+        for placement, gradient in trainer.sharded.named_gradients():
+            evidence.keep("gradient", step, placement.name, gradient / divisor)
 
 
 def _keep_moments(trainer: Trainer, evidence: Evidence, step: int) -> None:
-    for placement, kind, moment in trainer.optimizer.named_moments():
-        evidence.keep(kind, step, placement.name, moment)
+    with trainer.mesh.ledger.aside():
+        for placement, kind, moment in trainer.optimizer.named_moments():
+            evidence.keep(kind, step, placement.name, moment)
 
 
 def _keep_parameters(trainer: Trainer, evidence: Evidence, step: int) -> None:
-    for placement, parameter in trainer.sharded.named_parameters():
-        evidence.keep("parameter", step, placement.name, parameter)
+    with trainer.mesh.ledger.aside():
+        for placement, parameter in trainer.sharded.named_parameters():
+            evidence.keep("parameter", step, placement.name, parameter)
 
 
 def _saved_activations(trainer: Trainer, data: UnequalData | Dataset) -> list[Kept]:
@@ -67,12 +70,18 @@ def _saved_activations(trainer: Trainer, data: UnequalData | Dataset) -> list[Ke
     run, group = trainer.run, trainer.mesh.group("dp")
     places = micro_batches(run.batch.sequences, group.size, group.rank, run.batch.micro)[0]
     if not places:
+        if trainer.sharded.every_rank_computes:
+            trainer.compute_nothing(0)
         return []
     ids = data.ids(0, run.batch.sequences)
     tokens, targets = (t.to(trainer.mesh.device) for t in data.batch(ids[places.start : places.stop]))
     key = DropoutKey(run.seed, 0, torch.arange(places.start, places.stop, device=trainer.mesh.device))
     trainer.model.train()
-    forward = measure(trainer.model, lambda: trainer.model(tokens, targets, dropout=key), inputs=(tokens, targets))
+    weights = [unit.parameters for unit in trainer.sharded.units]  # at ZeRO 3 not yet the module's parameters
+    forward = measure(
+        trainer.model, lambda: trainer.model(tokens, targets, dropout=key), inputs=(tokens, targets, *weights)
+    )
+    trainer.sharded.end_micro()
     return list(forward.kept)
 
 

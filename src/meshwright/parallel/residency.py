@@ -1,0 +1,234 @@
+"""Which units' parameters are whole on this rank at the moment: the gathers and the frees of ZeRO 3.
+
+A unit is gathered when forward enters one of the modules that own its parameters, and freed when forward has left
+all of them; gathered again when backward comes to their outputs, and freed once its last gradient is there. While
+one unit computes, the next ones are already on the wire. Three kinds of unit are gathered once a micro-batch and not
+twice: the last of forward, which backward begins with; a unit whose weight is used in several places (tied), from
+its first use on; and a unit of plain embeddings, whose backward never reads the weight.
+
+Freed parameters read as NaN, without memory: a weight that is used outside the forward of the module that owns it
+shows in the loss, and is refused in words when its gradient arrives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.comm.collectives import Group, Pending
+from meshwright.parallel.flat import Unit
+from meshwright.spec.errors import UserError
+from meshwright.spec.traffic import Phase
+
+
+class Stay:
+    """One unit's presence: the modules that use it, and whether its parameters are whole."""
+
+    def __init__(self, unit: Unit, entries: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> None:
+        self.unit = unit
+        self.entries = tuple(entries)
+        self.parameters = tuple(parameters)
+        self.tied = any(len(member.placement.names) > 1 for member in unit.members)
+        self.backward_reads = not all(isinstance(module, nn.Embedding) for module in entries)
+        self.resident = False
+        self.gather: Pending | None = None
+        self.left: set[nn.Module] = set()  # entries that this forward has left
+        self.used = False  # in this micro-batch
+        self.done = False  # backward has been through
+
+
+class Residency:
+    """Gathers and frees the units of `module`, whose parameters must already be views of the units' buffers.
+
+    ahead: units gathered beyond the one that computes. At once at most 1 + `ahead` units are held, and those that
+    stay.
+    """
+
+    def __init__(self, module: nn.Module, stays: Sequence[Stay], group: Group, ahead: int) -> None:
+        self.stays = {stay.unit: stay for stay in stays}
+        self.group = group
+        self.ahead = ahead
+        self._keep_forward = self._keep_backward = False
+        self._order = list(stays)
+        self.freed: dict[torch.dtype, Tensor] = {}  # what freed parameters read as
+        self._place = {stay: index for index, stay in enumerate(stays)}
+        self._backward = False
+        self._micro: int | None = None
+        for stay in stays:
+            self._vanish(stay)
+            for entry in stay.entries:
+                entry.register_forward_pre_hook(partial(self._enter, stay))
+                entry.register_forward_hook(partial(self._leave, stay), always_call=True)
+        module.register_forward_hook(self._forward_ends, always_call=True)
+
+    def begin(self, micro: int, *, keep_forward: bool, keep_backward: bool) -> None:
+        """A micro-batch begins. keep_…: that pass leaves units where they are."""
+        self._keep_forward, self._keep_backward = keep_forward, keep_backward
+        self._micro, self._backward = micro, False
+        for stay in self._order:
+            stay.used = stay.done = False
+
+    def end(self) -> None:
+        """The micro-batch's backward is over: free what it left behind, unless told to keep."""
+        keep, self._keep_forward, self._keep_backward = self._keep_backward, False, False
+        self._backward, self._micro = False, None
+        for stay in self._order:
+            stay.used = False
+        if not keep:
+            self.free_all()
+
+    def free_all(self) -> None:
+        for stay in self._order:
+            self._free(stay)
+
+    def backward_done(self, unit: Unit) -> None:
+        """The unit's last gradient has arrived: nothing reads its parameters any more in this micro-batch."""
+        stay = self.stays[unit]
+        stay.done = True
+        if not self._keep_backward:
+            self._free(stay)
+
+    def check_used(self, unit: Unit, name: str) -> None:
+        """Raise UserError where a gradient arrives for a parameter that was never gathered."""
+        if not self.stays[unit].used:
+            raise UserError(
+                f"zero=3: {name} was used outside the forward of the module that owns it, where it is not gathered; "
+                "call that module, or use zero=2"
+            )
+
+    # -- forward ----------------------------------------------------------------------------------------------
+
+    def _enter(self, stay: Stay, *_: Any) -> None:
+        self._ask(stay)
+        if not self._backward:  # else it is recomputed, and backward's own order holds
+            place = self._place[stay]
+            for following in self._order[place + 1 : place + 1 + self.ahead]:
+                if not following.used:
+                    self._ask(following)
+        self._await(stay)
+        stay.used = True
+
+    def _leave(self, stay: Stay, module: nn.Module, _: Any, output: Any) -> None:
+        stay.left.add(module)
+        training = torch.is_grad_enabled()
+        if training:
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(self._backward_enters, stay))
+        if len(stay.left) < len(stay.entries):
+            return
+        stay.left.clear()
+        stays = training and (stay.tied or stay is self._order[-1])
+        if not (self._backward or self._keep_forward or stays):
+            self._free(stay)
+
+    def _forward_ends(self, *_: Any) -> None:
+        for stay in self._order:
+            stay.left.clear()
+            stay.used = stay.used and torch.is_grad_enabled()
+        if not (torch.is_grad_enabled() or self._backward or self._keep_forward):
+            self.free_all()
+
+    # -- backward ---------------------------------------------------------------------------------------------
+
+    def _backward_enters(self, stay: Stay, _: Tensor) -> None:
+        self._backward = True
+        if stay.backward_reads and not stay.done:
+            self._ask(stay)
+        place, asked = self._place[stay], 0
+        for earlier in reversed(self._order[:place]):
+            if asked == self.ahead:
+                break
+            if earlier.backward_reads and not earlier.done:
+                self._ask(earlier)
+                asked += 1
+        if not self._keep_backward:
+            for later in self._order[place + 1 :]:
+                if not later.unit.trainable and not later.tied:
+                    self._free(later)  # no gradient will say that backward has left a frozen unit
+        self._await(stay)
+
+    # -- how it is done ---------------------------------------------------------------------------------------
+
+    def _ask(self, stay: Stay) -> None:
+        if stay.resident or stay.gather is not None:
+            return
+        whole = stay.unit.parameters
+        whole.untyped_storage().resize_(whole.numel() * whole.element_size())
+        phase: Phase = "backward" if self._backward else "forward"
+        stay.gather = self.group.all_gather(
+            whole, stay.unit.parameter_shard, reason="zero.gather", phase=phase, micro=self._micro, async_=True
+        )
+
+    def _await(self, stay: Stay) -> None:
+        if stay.gather is None:
+            return
+        stay.gather.wait()
+        stay.gather, stay.resident = None, True
+        for parameter, view in zip(stay.parameters, stay.unit.views, strict=True):
+            parameter.data = view
+
+    def _free(self, stay: Stay) -> None:
+        if stay.gather is not None:
+            stay.gather.wait()
+            stay.gather = None
+        elif not stay.resident:
+            return
+        self._vanish(stay)
+
+    def _vanish(self, stay: Stay) -> None:
+        stay.resident = False
+        for parameter in stay.parameters:
+            if parameter.dtype not in self.freed:
+                self.freed[parameter.dtype] = torch.full((), math.nan, dtype=parameter.dtype, device=parameter.device)
+            parameter.data = self.freed[parameter.dtype].expand(parameter.shape)
+        stay.unit.parameters.untyped_storage().resize_(0)
+
+
+def entries(module: nn.Module, unit: Unit, others: Sequence[Unit]) -> list[nn.Module]:
+    """The modules whose forward is the use of `unit`: one that holds the whole unit and nothing of the others, else
+    those that own its parameters."""
+    owners = dict.fromkeys(name.rpartition(".")[0] for member in unit.members for name in member.placement.names)
+    common = _common([owner.split(".") for owner in owners])
+    holder = module.get_submodule(common)
+    prefix = f"{common}." if common else ""
+    foreign = any(
+        name.startswith(prefix)
+        for other in others if other is not unit
+        for member in other.members
+        for name in member.placement.names
+    )  # fmt: skip
+    callable_ = type(holder).forward is not nn.Module.forward
+    if callable_ and not foreign:
+        return [holder]
+    return [module.get_submodule(owner) for owner in owners]
+
+
+def _common(paths: Sequence[Sequence[str]]) -> str:
+    """The longest common beginning of dotted names."""
+    shared = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared)
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """The tensors of a forward's output: alone, or in tuples, lists, dicts and objects with fields."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, dict):
+        for value in output.values():
+            yield from _tensors(value)
+    elif isinstance(output, tuple | list):
+        for value in output:
+            yield from _tensors(value)
+    elif hasattr(output, "__dataclass_fields__"):
+        for name in output.__dataclass_fields__:
+            yield from _tensors(getattr(output, name))
