@@ -9,8 +9,9 @@ them and do not count; one that is still lent when a step is over does.
 from __future__ import annotations
 
 import gc
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from meshwright.verify.activations import describe, storage_of
 
 OTHER = "other"
 """The category of what no other one declares; nothing is predicted for it."""
+
+LETTING_GO = 2.0
+"""Seconds that a communication thread may take to drop the buffers of a collective that is over."""
 
 
 def declared(trainer: Trainer) -> dict[str, Iterable[Tensor]]:
@@ -48,13 +52,24 @@ def held(
             if storage_of(tensor) not in known:
                 known.add(storage_of(tensor))
                 sizes[category] += tensor.untyped_storage().nbytes()
+    others = _others(known, device)
+    patience = time.monotonic() + LETTING_GO
+    while others and time.monotonic() < patience:
+        others.clear()
+        time.sleep(0.02)
+        others = _others(known, device)
+    sizes[OTHER] = sum(tensor.untyped_storage().nbytes() for tensor in others.values())
+    return sizes, _in_words(others.values())
+
+
+def _others(known: Container[int], device: torch.device) -> dict[int, Tensor]:
+    """By storage, of several views of one the largest."""
     others: dict[int, Tensor] = {}
     for tensor in live(device):
         key = storage_of(tensor)
         if key not in known and (key not in others or tensor.numel() > others[key].numel()):
-            others[key] = tensor  # of several views of a storage the largest
-    sizes[OTHER] = sum(tensor.untyped_storage().nbytes() for tensor in others.values())
-    return sizes, _in_words(others.values())
+            others[key] = tensor
+    return others
 
 
 def live(device: torch.device) -> Iterator[Tensor]:
