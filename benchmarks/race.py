@@ -28,6 +28,13 @@ class Result:
     ratios: dict[str, tuple[float, float, float]]
     itself: float
     contention: float
+    times: dict[str, list[float]]
+
+    def ratio(self, one: str, other: str) -> tuple[float, float, float]:
+        """Median and quartiles over rounds of `one`'s step over `other`'s."""
+        each = sorted(a / b for a, b in zip(self.times[one], self.times[other], strict=True))
+        quartiles = statistics.quantiles(each, n=4)
+        return statistics.median(each), quartiles[0], quartiles[2]
 
 
 def timed(step: Step) -> float:
@@ -61,6 +68,7 @@ def race(contestants: Mapping[str, Step], rounds: int, warmup: int = 3) -> Resul
         ratios,
         ratios[entries[-1]][0],
         contention(),
+        times,
     )
 
 
