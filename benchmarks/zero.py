@@ -79,7 +79,13 @@ def report(name: str, run: RunSpec, result: race.Result) -> None:
     print(f"{name}: {size / 1e6:.1f} M parameters, {tokens} tokens a rank, dp={run.layout.dp}")
     for contestant, ms in result.milliseconds.items():
         print(f"  {contestant:36} {ms:8.1f} ms a step (median)")
-    for ours_, theirs in (("stage 0", 0), ("stage 1", 0), ("stage 2", 0), ("stage 2", "stage 1"), ("stage 3", "fully_shard")):
+    for ours_, theirs in (
+        ("stage 0", 0),
+        ("stage 1", 0),
+        ("stage 2", 0),
+        ("stage 2", "stage 1"),
+        ("stage 3", "fully_shard"),
+    ):
         against = theirs or "DistributedDataParallel"
         median, low, high = result.ratio(ours_, against)
         print(f"  {ours_} / {against}: {median:.3f} (quartiles {low:.3f} to {high:.3f})")

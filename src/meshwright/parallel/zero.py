@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -47,7 +47,6 @@ from meshwright.parallel.placement import Placement, plain_placements
 from meshwright.parallel.residency import Residency, Stay, entries
 from meshwright.parallel.units import UnitPlan, plan_units
 from meshwright.spec.errors import UserError
-from meshwright.spec.traffic import Phase
 
 UNDER_WAY = 2  # reductions whose buffers stages 2 and 3 hold at once
 
@@ -61,7 +60,7 @@ class Options:
     stage 3 gathers before they are needed.
     """
 
-    precision: Precision = Precision()
+    precision: Precision = field(default_factory=Precision)
     shard: int | None = None
     gather: Literal["micro", "step"] = "micro"
     ahead: int = 1
@@ -353,9 +352,7 @@ class Sharded:
         self._under_way.append(unit)
 
     def _scatter(self, result: Tensor, wire: Tensor, micro: int | None) -> Pending:
-        return self.group.reduce_scatter(
-            result, wire, reason="zero.reduce", phase="backward", micro=micro, async_=True
-        )
+        return self.group.reduce_scatter(result, wire, reason="zero.reduce", phase="backward", micro=micro, async_=True)
 
     def _settle(self, unit: Unit) -> None:
         """Wait for the unit's reduction, add it to the step's sum, and give back its buffers."""
@@ -380,9 +377,7 @@ class Sharded:
         for unit in self._order:
             self._settle(unit)
             wire = unit.gradient_shard
-            pending.append(
-                (unit, replicas.all_reduce(wire, reason="zero.replicas", phase="backward", async_=True))
-            )
+            pending.append((unit, replicas.all_reduce(wire, reason="zero.replicas", phase="backward", async_=True)))
         for unit, sum_ in pending:
             sum_.wait()
             yield unit

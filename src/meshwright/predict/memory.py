@@ -1,8 +1,8 @@
 """Bytes one rank holds, by category.
 
-States (parameters, gradients, master weights, Adam moments, step counter) are exact: the sizes of the tensors a run holds. With
-saved activations, and what the loss needs beside them, they make the peak, which is when backward begins: all
-activations are there, and the loss has its copies of the logits. Left out are short-lived temporaries of single
+States (parameters, gradients, master weights, Adam moments, scalars) are exact: the sizes of the tensors a run
+holds. With saved activations, and what the loss needs beside them, they make the peak, which is when backward
+begins: all activations are there, and the loss has its copies of the logits. Left out are short-lived temporaries of single
 operations (one gradient before it is copied into its buffer), the allocator's rounding, the libraries, and the
 buffers of the communication library.
 """
