@@ -25,6 +25,14 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.run import Batch, Data, RunSpec
 
 
+PAIRS = (
+    ("stage 0", "DistributedDataParallel"),
+    ("stage 1", "DistributedDataParallel"),
+    ("stage 2", "stage 1"),
+    ("stage 3", "fully_shard"),
+)
+
+
 def sharded_peer(run: RunSpec, rank: int, ranks: int, data: Tokens) -> race.Step:
     model = build(run.model)
     initialise_(model, run.seed)
@@ -79,16 +87,9 @@ def report(name: str, run: RunSpec, result: race.Result) -> None:
     print(f"{name}: {size / 1e6:.1f} M parameters, {tokens} tokens a rank, dp={run.layout.dp}")
     for contestant, ms in result.milliseconds.items():
         print(f"  {contestant:36} {ms:8.1f} ms a step (median)")
-    for ours_, theirs in (
-        ("stage 0", 0),
-        ("stage 1", 0),
-        ("stage 2", 0),
-        ("stage 2", "stage 1"),
-        ("stage 3", "fully_shard"),
-    ):
-        against = theirs or "DistributedDataParallel"
-        median, low, high = result.ratio(ours_, against)
-        print(f"  {ours_} / {against}: {median:.3f} (quartiles {low:.3f} to {high:.3f})")
+    for one, other in PAIRS:
+        median, low, high = result.ratio(one, other)
+        print(f"  {one} / {other}: {median:.3f} (quartiles {low:.3f} to {high:.3f})")
     print(f"  controls: peer with itself {result.itself:.3f}, contention {result.contention:.2f}")
 
 
