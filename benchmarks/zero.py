@@ -24,7 +24,6 @@ from meshwright.spec.batch import part
 from meshwright.spec.layout import Layout
 from meshwright.spec.run import Batch, Data, RunSpec
 
-
 PAIRS = (
     ("stage 0", "DistributedDataParallel"),
     ("stage 1", "DistributedDataParallel"),

@@ -55,16 +55,18 @@ OVERRIDES = [
     ("optimizer.betas=[0.9]", "[0.9] is not a list of 2, each a number of at least 0 and below 1"),
     ("optimizer.betas=[0.9, 1.5]", "[0.9, 1.5] is not a list of 2"),
     ("optimizer.clip=none", '"none" is not a number above 0 or null'),
-    ("precision=fp16", '"fp16" is not fp32 or float64'),
+    ("precision=fp8", '"fp8" is not fp32, bf16, fp16 or float64'),
+    ("grad_dtype=bf16", "grad_dtype=bf16 does not go with precision=fp32; use auto or fp32"),
+    ("layout.zero_shard=2", "zero_shard belongs to zero=1, 2 or 3"),
+    ("layout={zero: 2, zero_gather: step}", "zero_gather=step belongs to zero=3; leave it out"),
     ("checkpoint.resume=maybe", '"maybe" is not auto, never or a whole number of at least 0'),
     ("out=''", '"" is not text that is not empty'),
     ("out=!!python/object:os.system x", "means nothing here"),
     ("seed=-1", "-1 is not a whole number of at least 0 and below 2^63"),
     # what does not go together
     ("layout.tp=2", "layout: tp=2 is not available yet; use tp=1"),
-    ("layout={zero: 1, tp: 2}", "layout: tp=2 is not available yet; use tp=1; zero=1 is not available yet; use zero=0"),
+    ("layout={sp: true, tp: 2}", "layout: tp=2 is not available yet; use tp=1; sp=true is not available yet; use sp=false"),
     ("layout.sp=true", "layout: sp=true is not available yet; use sp=false"),
-    ("precision=bf16", "precision=bf16 is not available yet; use fp32 or float64"),
     ("layout.recompute=full", "recompute=full is not available yet; use none"),
     ("layout.schedule=1f1b", "layout.schedule is not available yet; leave it out: one stage needs no schedule"),
     ("layout.order=[tp,tp,dp,pp]", "order must name each of tp, cp, dp, pp once"),
@@ -89,6 +91,11 @@ def test_override(override: str, right: str) -> None:
     assert told.startswith(f"command line: {override if len(override) < 100 else 'steps='}")
     assert right in told
     assert "mistakes" not in told
+
+
+def test_a_proofs_precision_has_no_narrower_reduction() -> None:
+    with pytest.raises(UserError, match="reduce_dtype does not go with precision=float64"):
+        load_run(None, ["precision=float64", "reduce_dtype=fp32"])
 
 
 # A run file, the line on which it is wrong, and what the refusal must say.

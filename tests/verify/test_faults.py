@@ -96,24 +96,24 @@ def stale_buffer(mesh):
 
 def reduced_too_early(mesh):
     """Each unit is reduced one gradient before its last. Waited for at once, so that the outcome is no race."""
-    last_micro, reduce = Sharded.last_micro, Sharded._reduce
+    micro, reduce = Sharded.micro, Sharded._reduce
 
-    def wrong(self):
-        last_micro(self)
+    def wrong(self, index=0, *, last):
+        micro(self, index, last=last)
         for unit in self.units:
             unit.missing -= len(unit.members) > 1
 
     def at_once(self, unit):
         reduce(self, unit)
-        unit.pending.wait()
+        unit.reduction.pending.wait()
 
-    return mock.patch.multiple(Sharded, last_micro=wrong, _reduce=at_once)
+    return mock.patch.multiple(Sharded, micro=wrong, _reduce=at_once)
 
 
 def norm_of_one_unit(mesh):
     """Clipping by the norm of a part of the parameters."""
-    norm = trainer_module.global_norm
-    return mock.patch.object(trainer_module, "global_norm", lambda gradients: norm(list(gradients)[:2]))
+    finish = Sharded.finish
+    return mock.patch.object(Sharded, "finish", lambda self: iter(list(finish(self))[:2]))
 
 
 def copy_in_an_attribute(mesh):

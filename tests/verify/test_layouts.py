@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from meshwright.spec.layout import Layout
@@ -30,13 +32,15 @@ MODELS = {
 }
 
 
-def make_run(model: ModelSpec, dp: int, sequences: int, micro: int = 2, **options: object) -> RunSpec:
+def make_run(
+    model: ModelSpec, dp: int, sequences: int, micro: int = 2, layout: dict[str, object] | None = None, **options: object
+) -> RunSpec:
     return RunSpec(
         model=model,
         data=Data(seq_len=12),
         batch=Batch(sequences=sequences, micro=micro),
-        layout=Layout(dp=dp),
-        precision="float64",
+        layout=Layout(dp=dp, **(layout or {})),
+        precision=options.pop("precision", "float64"),
         optimizer=Optimizer(clip=0.5),
         lr_schedule=LrSchedule(warmup=2),
         **options,
@@ -79,6 +83,87 @@ def test_ranks_without_a_sequence(ranks):
 def test_accumulation(ranks, sequences):
     """One and three micro-batches a step."""
     assert_proven(prove(ranks, make_run(GPT2, dp=2, sequences=sequences)))
+
+
+FAMILIES = {
+    "llama": LLAMA,
+    "llama tied": LLAMA.model_copy(update={"tied": True}),
+    "gpt2": GPT2,
+    "gpt2 untied": GPT2.model_copy(update={"tied": False}),
+}
+SEQUENCES = 11
+
+
+@functools.cache
+def expected(family: str) -> Evidence:
+    """The plain model's two steps: the same for every layout and accumulation."""
+    run = make_run(FAMILIES[family], dp=1, sequences=SEQUENCES)
+    return reference(run, proof_data(run), 2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dp", [1, 2, 3, 4])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_the_ladder(ranks, zero, dp, family):
+    """Every stage, on ranks that divide the parameters or do not, with one micro-batch a step and with three."""
+    for accumulate in (1, 3):
+        micro = -(-SEQUENCES // (dp * accumulate))
+        run = make_run(FAMILIES[family], dp=dp, sequences=SEQUENCES, micro=micro, layout={"zero": zero})
+        found = ranks.run(dp, evidence, run, 2)
+        assert_proven(judge(run, 2, found, expected(family)))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"zero": 3, "zero_gather": "step"},
+        {"zero": 3, "zero_ahead": 0},
+        {"zero": 3, "zero_ahead": 9},
+        {"zero": 1, "zero_shard": 2},
+        {"zero": 2, "zero_shard": 2},
+        {"zero": 3, "zero_shard": 2},
+        {"zero": 3, "zero_shard": 1, "zero_gather": "step"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_options_of_the_ladder(ranks, layout, family):
+    run = make_run(FAMILIES[family], dp=4, sequences=SEQUENCES, micro=1, layout=layout)
+    assert_proven(judge(run, 2, ranks.run(4, evidence, run, 2), expected(family)))
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("dp", [5, 7])
+def test_shards_that_divide_nothing(ranks, zero, dp):
+    run = make_run(LLAMA, dp=dp, sequences=SEQUENCES, micro=1, layout={"zero": zero})
+    assert_proven(judge(run, 2, ranks.run(dp, evidence, run, 2), expected("llama")))
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_ranks_without_a_sequence_on_the_ladder(ranks, zero):
+    assert_proven(prove(ranks, make_run(LLAMA, dp=4, sequences=2, micro=1, layout={"zero": zero})))
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "precision",
+    [
+        {"precision": "fp32"},
+        {"precision": "fp32", "reduce_dtype": "bf16"},
+        {"precision": "bf16"},
+        {"precision": "bf16", "reduce_dtype": "bf16"},
+        {"precision": "bf16", "grad_dtype": "bf16"},
+        {"precision": "fp16"},
+        {"precision": "fp16", "grad_dtype": "fp16", "reduce_dtype": "fp32"},
+    ],
+    ids=str,
+)
+def test_precisions(ranks, zero, precision):
+    """Within the stated bounds of float64, and not of it; traffic and states exact."""
+    run = make_run(GPT2, dp=2, sequences=7, layout={"zero": zero}, **precision)
+    report = prove(ranks, run)
+    assert report.passed, report.findings
+    assert report.worst > 1e-10
 
 
 def test_dropout_does_not_know_the_layout(ranks):

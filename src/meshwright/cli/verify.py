@@ -30,7 +30,7 @@ SHOWN = 10
 @click.option("--steps", type=click.IntRange(min=1), default=3, show_default=True, metavar="K", help="Steps compared.")
 @click.option(
     "--precision",
-    type=click.Choice(["float64", "fp32"]),
+    type=click.Choice(["float64", "fp32", "bf16", "fp16"]),
     default="float64",
     show_default=True,
     help="What is computed in, whatever the run's own; float64 tells a mistake from rounding.",

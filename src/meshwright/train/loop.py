@@ -45,6 +45,7 @@ def run_rank(run: RunSpec, *, quiet: bool = False) -> int:
         mesh = Mesh.create(run.layout, device=device, timeout=run.comm_timeout)
         loop = Loop(run, mesh, stop, quiet)
         code = loop.run()
+        loop.leave(code)
         runtime.shutdown()
         if code == OK and loop.lead:
             # After the others have been let go: nothing here can keep them waiting or fail a run that is done.
@@ -71,6 +72,7 @@ class Loop:
         self.peak: Peak = device_peak(mesh.device, run.precision)
         self.counts = state.Counts()
         self.validation_loss: float | None = None
+        self.sample: str | None = None
 
     # -- start ------------------------------------------------------------------------------------------------
 
@@ -167,6 +169,10 @@ class Loop:
             counts.skipped_in_a_row = 0
             return
         counts.skipped += 1
+        if update.overflow:
+            # Looking for the largest loss scale that does is part of float16, and no reason to stop.
+            self.progress.message(f"step {step + 1} skipped: loss scale lowered to {self.trainer.scale.value:g}")
+            return
         counts.skipped_in_a_row += 1
         what = "loss" if totals.loss != totals.loss or abs(totals.loss) == float("inf") else "gradient"
         self.progress.message(f"warning: step {step + 1} skipped on all ranks: the {what} is not finite")
@@ -196,6 +202,7 @@ class Loop:
                 "seconds": seconds,
                 "seconds_in_communication": blocked,
                 "skipped": self.counts.skipped,
+                "loss_scale": totals.scale,
             },
         )
 
@@ -235,6 +242,13 @@ class Loop:
         else:
             self.progress.message(f"step {step}: saved {where}")
 
+    def leave(self, code: int) -> None:
+        """What needs the other ranks at the end: the updates under way, and a sample where no rank has a whole model."""
+        self.trainer.sharded.settle()
+        if code == OK and self.run_spec.layout.zero == 3 and self.run_spec.model.causal:
+            self.mesh.blackbox.note("writing a sample")
+            self.sample = self._sample()
+
     # -- end --------------------------------------------------------------------------------------------------
 
     def _write_run(self) -> None:
@@ -260,15 +274,15 @@ class Loop:
             if baseline is not None:
                 lines.append(f"bigrams         {baseline:.4f} on the same held-out text, counted on the training text")
         if self.run_spec.model.causal:
-            try:
-                lines += ["sample:", self._sample()]
-            except RunError as error:
-                lines.append(f"no sample: {error}")
+            lines += ["sample:", self._sample() if self.sample is None else self.sample]
         lines.append(f"checkpoints     {self.folder / 'checkpoints'}")
         lines.append(f"metrics         {self.folder / 'metrics.jsonl'} (and for TensorBoard in {self.folder})")
         print("\n".join(lines), file=sys.stdout, flush=True)
 
     def _sample(self, length: int = 200) -> str:
         prompt = self.prepared.encode("def ")
-        ids = generate(self.trainer.model, prompt, length, temperature=0.8, seed=self.run_spec.seed)
+        try:
+            ids = generate(self.trainer.model, prompt, length, temperature=0.8, seed=self.run_spec.seed)
+        except RunError as error:
+            return f"none: {error}"
         return self.prepared.decode(ids)

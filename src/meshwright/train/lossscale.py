@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-START = 2.0**16
+START = 2.0**6
+"""The loss is a sum over tokens: at 1,024 tokens in a micro-batch this is what 2¹⁶ is to a mean."""
 GROWTH_INTERVAL = 2000  # good steps before the scale is doubled
 
 

@@ -94,6 +94,7 @@ class Trainer:
         for index, places in enumerate(micros):
             last = index == len(micros) - 1
             self.sharded.micro(index, last=last)
+            self.mesh.blackbox.tick()  # where nothing is sent between micro-batches, this alone shows that all is well
             loss = None
             if places:
                 tokens, targets = (t.to(self.mesh.device) for t in data.batch(ids[places.start : places.stop]))

@@ -9,10 +9,26 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from meshwright.spec.run import RunSpec
 from meshwright.verify.evidence import KINDS, Evidence
 
-BOUNDS = {"float64": 1e-10, "fp32": 1e-3}
-"""Largest accepted difference by precision, in the measure of `difference`."""
+FLOOR = 1e-6
+BOUNDS = {"float64": 1e-10, "fp32": 1e-3, "bf16": 0.05, "fp16": 0.02}
+"""Largest accepted difference by the narrowest dtype that computes or sums, in the measure of `difference`."""
+
+ADAM_STEPS = 10
+"""In two-byte precisions a parameter smaller than this many full Adam steps is measured against them: where a gradient
+is all rounding (GPT-2's key bias), Adam still takes a whole step, in a direction that rounding chose."""
+
+
+def bound_of(run: RunSpec) -> float:
+    """The bound for `run`'s precision, gradients and reduction."""
+    return max(BOUNDS[name] for name in (run.precision, run.grad_dtype, run.reduce_dtype) if name != "auto")
+
+
+def least_sizes(run: RunSpec) -> dict[str, float]:
+    """Root mean square by kind below which a tensor counts as this large."""
+    return {"parameter": ADAM_STEPS * run.optimizer.lr} if bound_of(run) > BOUNDS["fp32"] else {}
 
 
 @dataclass(frozen=True)
@@ -46,14 +62,18 @@ def difference(a: Tensor, b: Tensor, scale: float) -> float:
     being compared with noise. Not a number counts as infinitely different.
     """
     a, b = a.double(), b.double()
-    floor = 1e-6 * math.sqrt(b.numel()) * scale
+    floor = FLOOR * math.sqrt(b.numel()) * scale
     value = float(torch.linalg.vector_norm(a - b)) / max(float(torch.linalg.vector_norm(b)), floor, 1e-300)
     return value if math.isfinite(value) else math.inf
 
 
-def compare_tensors(ranks: Sequence[Evidence], reference: Evidence, bound: float) -> list[Comparison]:
-    """One comparison a tensor, the worst over ranks and steps, worst tensor first."""
+def compare_tensors(
+    ranks: Sequence[Evidence], reference: Evidence, bound: float, least: Mapping[str, float] | None = None
+) -> list[Comparison]:
+    """One comparison a tensor, the worst over ranks and steps, worst tensor first. `least`: see `least_sizes`."""
     scales = _root_mean_squares(reference.tensors)
+    for kind, size in (least or {}).items():
+        scales |= {group: max(scale, size / FLOOR) for group, scale in scales.items() if group.startswith(f"{kind}/")}
     all_of: dict[tuple[str, str], list[Comparison]] = {}
     for key, expected in reference.tensors.items():
         kind, step, name = key.split("/", 2)

@@ -11,7 +11,7 @@ from meshwright.spec.batch import micro_steps
 from meshwright.spec.run import RunSpec
 from meshwright.verify.activations import Difference, SavedBytes
 from meshwright.verify.activations import compare as compare_activations
-from meshwright.verify.compare import BOUNDS, compare_tensors, diagnose, listed
+from meshwright.verify.compare import bound_of, compare_tensors, diagnose, least_sizes, listed
 from meshwright.verify.evidence import Evidence
 from meshwright.verify.held import OTHER
 from meshwright.verify.report import (
@@ -26,8 +26,8 @@ from meshwright.verify.report import (
 
 def judge(run: RunSpec, steps: int, ranks: Sequence[Evidence], expected: Evidence) -> Report:
     """Compare what the ranks computed with the reference and the predictions."""
-    bound = BOUNDS[run.precision]
-    tensors = compare_tensors(ranks, expected, bound)
+    bound = bound_of(run)
+    tensors = compare_tensors(ranks, expected, bound, least_sizes(run))
     scalars = check_scalars(ranks, expected, bound)
     moved = check_traffic(ranks, traffic(run, run.layout))
     held = check_states(ranks, states(run, run.layout) | {"buffers": buffers(run), OTHER: 0})

@@ -23,9 +23,10 @@ from meshwright.verify.unequal import UnequalData
 def reference(run: RunSpec, data: UnequalData | Dataset, steps: int) -> Evidence:
     """Train the plain model for `steps` steps on the whole global batch. All evidence is float64.
 
-    The weights start as the run's do: drawn in the run's precision, then widened.
+    The weights start as the run's master weights do: drawn in their dtype, then widened.
     """
-    model = build(run.model, attention=run.attention, loss=run.loss, dtype=DTYPES[run.precision])
+    master = torch.promote_types(DTYPES[run.precision], torch.float32)
+    model = build(run.model, attention=run.attention, loss=run.loss, dtype=master)
     initialise_(model, run.seed)
     widened = build(run.model, attention=run.attention, loss=run.loss, dtype=torch.float64)
     widened.load_state_dict(model.state_dict())

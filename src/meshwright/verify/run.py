@@ -51,7 +51,9 @@ def verify(
     """
     if run.device == "cuda":
         raise UserError("device: verify compares on the CPU for now; use device=cpu")
-    run = RunSpec.model_validate(run.model_dump() | {"precision": precision, "device": "cpu"})
+    # The dtypes of gradients and of their reduction belong to the run's own precision.
+    own = {} if precision == run.precision else {"grad_dtype": "auto", "reduce_dtype": "auto"}
+    run = RunSpec.model_validate(run.model_dump() | own | {"precision": precision, "device": "cpu"})
     if not as_is:
         run = small_run(run)
     ranks = run_ranks(run, steps, debug=debug, worker=worker)
