@@ -18,6 +18,7 @@ from meshwright.parallel.zero import Options, Sharded, shard
 from meshwright.spec.errors import UserError
 
 STAGES = [0, 1, 2, 3]
+PLAIN = Options()
 
 
 class Twice(nn.Module):
@@ -72,7 +73,7 @@ def step(sharded: Sharded, batches: list[torch.Tensor]) -> None:
     list(sharded.finish())
 
 
-def gradients(mesh, kind, stage, steps, micros, options=Options()):
+def gradients(mesh, kind, stage, steps, micros, options=PLAIN):
     sharded = shard(module(kind), mesh, stage, options=options)
     for number in range(steps):
         step(sharded, [inputs(mesh.rank, 7 * number + micro) for micro in range(micros)])
@@ -122,7 +123,7 @@ def test_hybrid_sharding(ranks, stage):
         ]
 
 
-def count(mesh, stage, options=Options()):
+def count(mesh, stage, options):
     """256 + 1 over two micro-batches, in bfloat16: bfloat16 itself cannot hold 257."""
     model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
     sharded = shard(model, mesh, stage, options=options)

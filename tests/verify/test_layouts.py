@@ -33,7 +33,12 @@ MODELS = {
 
 
 def make_run(
-    model: ModelSpec, dp: int, sequences: int, micro: int = 2, layout: dict[str, object] | None = None, **options: object
+    model: ModelSpec,
+    dp: int,
+    sequences: int,
+    micro: int = 2,
+    layout: dict[str, object] | None = None,
+    **options: object,
 ) -> RunSpec:
     return RunSpec(
         model=model,

@@ -26,13 +26,14 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.comm.works import Work
 from meshwright.spec.errors import RunError, UserError
 
 ENVIRONMENT = "MESHWRIGHT_COMM_CHECK"
 ENVIRONMENT_TIMEOUT = "MESHWRIGHT_COMM_CHECK_TIMEOUT"
 
 
-Start = Callable[[], "dist.Work | None"]
+Start = Callable[[], "Work | None"]
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +49,7 @@ class Call:
     splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # rows to each rank, rows from each rank
     number: int = 0  # the checker's count
     announced: str = ""  # what it has told the other ranks
-    work: dist.Work | None = None  # of a receive that the checker has started
+    work: Work | None = None  # of a receive that the checker has started
 
     def __str__(self) -> str:
         return f"{self.op} {self.reason} ({self.axis})"
@@ -147,7 +148,7 @@ class Checker:
         self._messages: defaultdict[tuple[int, int], int] = defaultdict(int)
         self._unstarted: defaultdict[int, deque[tuple[Call, Start]]] = defaultdict(deque)  # receives, by source
 
-    def issue(self, call: Call, start: Start) -> dist.Work | None:
+    def issue(self, call: Call, start: Start) -> Work | None:
         """Announce the operation, compare it with the other ranks', and start it; a receive is started later."""
         text = call.describe(self._ranks)
         self._checks.doing(f"in {text}")
@@ -168,7 +169,7 @@ class Checker:
             self._store.delete_key(f"{self._prefix}/{call.number - 1}/{self._me}")
         return start()
 
-    def before_wait(self, call: Call) -> dist.Work | None:
+    def before_wait(self, call: Call) -> Work | None:
         """Compare a send with its receiver's side and wait until it receives; start a receive that is not started."""
         if call.op == "send":
             assert call.root is not None

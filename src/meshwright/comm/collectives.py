@@ -25,9 +25,12 @@ from meshwright.comm.check import Call, Checker
 from meshwright.comm.ledger import Ledger
 from meshwright.comm.pending import Pending, failed
 from meshwright.comm.scratch import Scratch
+from meshwright.comm.works import Work, Works
 from meshwright.spec.traffic import Operation, Phase
 
 Reduction = Literal["sum", "min", "max"]
+DIRECT_BYTES = 1 << 18  # parts from this size on are gathered by direct messages on the CPU
+EXCHANGE_TAG = 1  # keeps them apart from `send` and `recv`, which use 0
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
@@ -121,15 +124,20 @@ class Group:
     def all_gather(
         self, out: Tensor, t: Tensor, *, reason: str, phase: Phase, micro: int | None = None, async_: bool = False
     ) -> Pending:
-        """Fill `out` with the ranks' `t`, one after the other in the group's order; `t` may be its own place in it."""
+        """Fill `out` with the ranks' `t`, one after the other in the group's order; `t` may be its own place in it.
+
+        On the CPU large parts go from each rank to each other one directly: Gloo's own takes three times as long.
+        """
         assert out.numel() == self.size * t.numel() and out.dtype == t.dtype, (out.shape, t.shape, self)
         if self.size == 1:
             _copy(out, t)
             return Pending()
         call = Call("all_gather", reason, self.axis, (t,))
+        directly = t.device.type == "cpu" and _bytes(t) >= DIRECT_BYTES
         return self._issue(
             call, phase, micro, _bytes(out), async_,
-            lambda: dist.all_gather_single(out, t, self.process_group, async_op=True), (out,),
+            (lambda: self._exchange(out, t)) if directly
+            else (lambda: dist.all_gather_single(out, t, self.process_group, async_op=True)), (out,),
         )  # fmt: skip
 
     def reduce_scatter(
@@ -284,6 +292,20 @@ class Group:
             lambda: dist.barrier(self.process_group, async_op=True, device_ids=devices),
         )  # fmt: skip
 
+    def _exchange(self, out: Tensor, t: Tensor) -> Works:
+        """An all-gather of messages between every two ranks, each received where it belongs."""
+        parts = out.view(self.size, -1)
+        others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
+        works = [
+            dist.irecv(parts[other], group=self.process_group, group_src=other, tag=EXCHANGE_TAG)
+            for other in reversed(others)
+        ]
+        works += [
+            dist.isend(t.view(-1), group=self.process_group, group_dst=other, tag=EXCHANGE_TAG) for other in others
+        ]
+        _copy(parts[self.rank], t)
+        return Works(works)
+
     # -- how it is done --------------------------------------------------------------------------------------------
 
     def _issue(
@@ -293,7 +315,7 @@ class Group:
         micro: int | None,
         payload: int,
         async_: bool,
-        start: Callable[[], dist.Work | None],
+        start: Callable[[], Work | None],
         buffers: tuple[Tensor, ...] = (),
         finish: Callable[[], None] | None = None,
         sent: int = 0,

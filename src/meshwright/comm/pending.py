@@ -7,10 +7,10 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.comm.check import Call
+from meshwright.comm.works import Work
 from meshwright.spec.errors import RunError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Pending:
         group: Group | None = None,
         call: Call | None = None,
         sequence: int = 0,
-        work: dist.Work | None = None,
+        work: Work | None = None,
         buffers: tuple[Tensor, ...] = (),
         finish: Callable[[], None] | None = None,
     ) -> None:

@@ -35,6 +35,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
@@ -105,7 +106,7 @@ class Sharded:
         elif stage:
             for unit in self.units:
                 for entry in entries(module, unit, self.units):
-                    entry.register_forward_pre_hook(self._arrive(unit))
+                    entry.register_forward_pre_hook(partial(self._arrived, unit))
             module.register_forward_pre_hook(self._settle_unless_training)
 
     # -- a step -----------------------------------------------------------------------------------------------
@@ -163,6 +164,7 @@ class Sharded:
         if unit.master is not unit.parameter_shard:
             unit.parameter_shard.copy_(unit.master)
         if self.stage in (1, 2):
+            self._arrived(unit)  # a rank that had nothing to compute has not entered the unit since the last gather
             unit.gather = self.group.all_gather(
                 unit.parameters, unit.parameter_shard, reason="zero.gather", phase="step", async_=True
             )
@@ -170,9 +172,7 @@ class Sharded:
     def settle(self) -> None:
         """Wait for the gathers under way, so that whoever reads the parameters now reads updated ones."""
         for unit in self.units:
-            if unit.gather is not None:
-                unit.gather.wait()
-                unit.gather = None
+            self._arrived(unit)
 
     @property
     def every_rank_computes(self) -> bool:
@@ -385,13 +385,10 @@ class Sharded:
     # -- updated parameters arrive under the next forward (stages 1 and 2) ------------------------------------------
 
     @staticmethod
-    def _arrive(unit: Unit) -> Callable[..., None]:
-        def enters(*_: object) -> None:
-            if unit.gather is not None:
-                unit.gather.wait()
-                unit.gather = None
-
-        return enters
+    def _arrived(unit: Unit, *_: object) -> None:
+        if unit.gather is not None:
+            unit.gather.wait()
+            unit.gather = None
 
     def _settle_unless_training(self, *_: object) -> None:
         # In training a weight used elsewhere than in its module is noticed by its gradient; here nothing would.

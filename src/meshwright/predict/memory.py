@@ -2,8 +2,8 @@
 
 States (parameters, gradients, master weights, Adam moments, scalars) are exact: the sizes of the tensors a run
 holds. With saved activations, and what the loss needs beside them, they make the peak, which is when backward
-begins: all activations are there, and the loss has its copies of the logits. Left out are short-lived temporaries of single
-operations (one gradient before it is copied into its buffer), the allocator's rounding, the libraries, and the
+begins: all activations are there, and the loss has its copies of the logits. Left out are short-lived temporaries of
+single operations (one gradient before it is copied into its buffer), the allocator's rounding, the libraries, and the
 buffers of the communication library.
 """
 

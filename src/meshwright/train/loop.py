@@ -243,7 +243,7 @@ class Loop:
             self.progress.message(f"step {step}: saved {where}")
 
     def leave(self, code: int) -> None:
-        """What needs the other ranks at the end: the updates under way, and a sample where no rank has a whole model."""
+        """What needs the other ranks at the end: updates under way, and a sample where no rank has a whole model."""
         self.trainer.sharded.settle()
         if code == OK and self.run_spec.layout.zero == 3 and self.run_spec.model.causal:
             self.mesh.blackbox.note("writing a sample")

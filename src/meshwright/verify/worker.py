@@ -42,6 +42,7 @@ def collect(run: RunSpec, mesh: Mesh, data: UnequalData | Dataset, steps: int) -
         evidence.norms.append(update.grad_norm)
         _keep_moments(trainer, evidence, step + 1)
         _keep_parameters(trainer, evidence, step + 1)
+    trainer.sharded.settle()
     evidence.states, evidence.undeclared = held(declared(trainer), mesh.device, evidence.tensors.values())
     evidence.activations = _saved_activations(trainer, data)
     return evidence
