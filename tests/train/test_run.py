@@ -79,27 +79,28 @@ def interrupted(folder: Path, number: signal.Signals, *fields: str, after: str =
     return finish(process)
 
 
+@pytest.mark.timeout(400)  # three whole runs, and machines are shared
 def test_an_interrupted_run_goes_on_to_the_same_numbers(folder, tmp_path_factory):
     """Interrupted by SIGINT, then finished: bit for bit the run that nobody disturbed, and no step told twice."""
     undisturbed = tmp_path_factory.mktemp("undisturbed")
     (undisturbed / "text.txt").write_text((folder / "text.txt").read_text())
-    code, out, err = finish(start(undisturbed, "steps=600", "checkpoint.every=300"))
+    code, out, err = finish(start(undisturbed, "steps=240", "checkpoint.every=120"))
     assert code == 0, err
     assert "bigrams" in out and "sample:" in out
 
-    code, _, err = interrupted(folder, signal.SIGINT, "steps=600", "checkpoint.every=300")
+    code, _, err = interrupted(folder, signal.SIGINT, "steps=240", "checkpoint.every=120")
     assert code == 130, err
     assert "Traceback" not in err and "stopped after step" in err
     reached = checkpoint.steps(folder / "run" / "checkpoints")[-1]
-    assert 5 <= reached < 600
-    code, _, err = finish(start(folder, "steps=600", "checkpoint.every=300"))
+    assert 5 <= reached < 240
+    code, _, err = finish(start(folder, "steps=240", "checkpoint.every=120"))
     assert code == 0, err
     assert f"resumed after step {reached}" in err
     for split in ("train", "validation"):
         ours, theirs = metrics(folder, split), metrics(undisturbed, split)
         assert [line["step"] for line in ours] == [line["step"] for line in theirs]
         assert [line["loss"] for line in ours] == [line["loss"] for line in theirs]
-    ours, theirs = parameters(folder, 600), parameters(undisturbed, 600)
+    ours, theirs = parameters(folder, 240), parameters(undisturbed, 240)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 

@@ -124,7 +124,8 @@ class Failed:
                 lines.append(f"  traceback: {path}")
         if tail := evidence.tail(first.rank):
             lines += [f"  last lines of {evidence.log(first.rank)}:", *(f"    {line}" for line in tail)]
-        elif evidence.log(first.rank):
+        elif evidence.logs.is_dir() and any(path.stat().st_size for path in evidence.logs.iterdir()):
+            # Empty ones are taken away with their folder.
             lines.append(f"  logs: {evidence.logs}")
         return "\n".join(lines)
 
