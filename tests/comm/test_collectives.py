@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from meshwright.comm.blackbox import box_path, read
+from meshwright.comm.collectives import DIRECT_BYTES
 from meshwright.comm.mesh import Mesh
 from meshwright.spec.errors import RunError
 from meshwright.spec.traffic import wire_bytes
@@ -248,3 +249,33 @@ def test_a_dead_rank_ends_the_others_in_words(ranks, tmp_path) -> None:
     assert "told: all_reduce zero.reduce (dp) failed: " in alive.error and "state='in'" in alive.error
     record = read(box_path(tmp_path, 1))
     assert (record.step, record.state, record.op, record.note) == (7, "done", "barrier", "loading data")
+
+
+def large_gathers(mesh: Mesh) -> list[bool]:
+    """Several all-gathers of large parts under way at once, beside messages between two of the ranks."""
+    group, n, r = mesh.group("dp"), mesh.world, mesh.rank
+    size = DIRECT_BYTES // 8 + 3
+    outs, pending = [], []
+    for number in range(3):
+        out = torch.full((n * size,), NAN, dtype=torch.float64)
+        part = own(r, size) + 7 * number
+        if number == 1:  # in its own place
+            out[r * size : (r + 1) * size] = part
+            part = out[r * size : (r + 1) * size]
+        pending.append(group.all_gather(out, part, async_=True, **STEP))
+        outs.append(out)
+    if r < 2:
+        message = torch.full((size,), NAN, dtype=torch.float64) if r else own(5, size)
+        (group.recv(message, 0, **STEP) if r else group.send(message, 1, **STEP)).wait()
+        outs.append(message)
+    for handle in pending:
+        handle.wait()
+    whole = torch.cat([own(rank, size) for rank in range(n)])
+    right = [torch.equal(out, whole + 7 * number) for number, out in enumerate(outs[:3])]
+    return right + [torch.equal(message, own(5, size)) for message in outs[3:]]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_large_parts_are_gathered_as_small_ones_are(ranks, world):
+    for right in ranks.run(world, large_gathers):
+        assert all(right), right
