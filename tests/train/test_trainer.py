@@ -16,6 +16,7 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import Batch, Data, LrSchedule, Optimizer, RunSpec
 from meshwright.train import state
+from meshwright.train.lossscale import GROWTH_INTERVAL, LossScale
 from meshwright.train.trainer import Trainer
 from meshwright.verify.unequal import UnequalData
 
@@ -23,12 +24,12 @@ LLAMA = ModelSpec(family="llama", vocab=37, hidden=16, layers=2, heads=2, ffn=24
 GPT2 = ModelSpec(family="gpt2", vocab=37, hidden=16, layers=2, heads=2, max_seq=32)
 
 
-def run_of(model: ModelSpec, dp: int, **options: object) -> RunSpec:
+def run_of(model: ModelSpec, dp: int, zero: int = 0, **options: object) -> RunSpec:
     return RunSpec(
         model=model,
         data=Data(seq_len=10),
         batch=Batch(sequences=7, micro=2),
-        layout=Layout(dp=dp),
+        layout=Layout(dp=dp, zero=zero),
         lr_schedule=LrSchedule(warmup=0),
         **{"precision": "fp32", **options},
     )
@@ -59,9 +60,10 @@ def step_without_targets(mesh, run):
 
 
 @pytest.mark.parametrize("loss", ["full", "chunked"])
-def test_a_batch_without_a_valid_token(ranks, loss):
-    """Loss 0, no gradient, and nothing but the decay of matrices."""
-    run = run_of(LLAMA, 2, loss=loss)
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_batch_without_a_valid_token(ranks, loss, zero):
+    """Loss 0, no gradient, and nothing but the decay of matrices: of the same names at every stage."""
+    run = run_of(LLAMA, 2, zero, loss=loss)
     for totals, update, before, after in ranks.run(2, step_without_targets, run):
         assert (totals.loss, totals.tokens, update.grad_norm, update.skipped) == (0.0, 0, 0.0, False)
         for name, tensor in before.items():
@@ -94,8 +96,9 @@ def step_with_poison(mesh, run, value, where):
 
 @pytest.mark.parametrize("where", ["gradient", "loss"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_one_ranks_bad_number_skips_the_step_on_all(ranks, value, where):
-    for history in ranks.run(3, step_with_poison, run_of(LLAMA, 3), value, where):
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_one_ranks_bad_number_skips_the_step_on_all(ranks, value, where, zero):
+    for history in ranks.run(3, step_with_poison, run_of(LLAMA, 3, zero), value, where):
         assert history == [(False, True, 1), (True, False, 1), (False, True, 2)]
 
 
@@ -114,9 +117,11 @@ def norm_of_ones(mesh, run):
 
 @pytest.mark.parametrize("model", [LLAMA, GPT2, LLAMA.model_copy(update={"tied": True})], ids=["llama", "gpt2", "tied"])
 @pytest.mark.parametrize("dp", [1, 3])
-def test_the_norm_counts_each_distinct_parameter_once(ranks, model, dp):
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_the_norm_counts_each_distinct_parameter_once(ranks, model, dp, zero):
+    """Padding is filled with ones here too, and must not count."""
     count = sum(p.numel() for p in build(model, device="meta").parameters())
-    for norm in ranks.run(dp, norm_of_ones, run_of(model, dp)):
+    for norm in ranks.run(dp, norm_of_ones, run_of(model, dp, zero)):
         assert norm == pytest.approx(math.sqrt(count), rel=1e-6)
 
 
@@ -127,15 +132,19 @@ def train(mesh, run, steps):
     return snapshot(trainer)
 
 
-def test_replicas_stay_bitwise_equal(ranks):
-    first, *others = ranks.run(3, train, run_of(GPT2, 3), 20)
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_ranks_stay_bitwise_equal(ranks, zero, precision):
+    first, *others = ranks.run(3, train, run_of(GPT2, 3, zero, precision=precision), 20)
     for other in others:
         assert all(torch.equal(first[name], tensor) for name, tensor in other.items())
 
 
 @pytest.mark.parametrize("dp", [1, 2, 3])
-def test_initial_weights_are_the_plain_models_bit_for_bit(ranks, dp):
-    run = run_of(GPT2, dp)
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_initial_weights_are_the_plain_models_bit_for_bit(ranks, dp, zero, precision):
+    run = run_of(GPT2, dp, zero, precision=precision)
     plain = build(run.model)
     initialise_(plain, run.seed)
     for found in ranks.run(dp, train, run, 0):
@@ -158,11 +167,105 @@ def save_and_go_on(mesh, run, at, steps):
 
 
 @pytest.mark.parametrize("at", [0, 1, 4])
-def test_a_restored_trainer_goes_on_bit_for_bit(ranks, at):
-    run = run_of(LLAMA, 2)
+@pytest.mark.parametrize(("zero", "precision"), [(0, "fp32"), (1, "fp32"), (2, "bf16"), (3, "fp32"), (3, "fp16")])
+def test_a_restored_trainer_goes_on_bit_for_bit(ranks, at, zero, precision):
+    run = run_of(LLAMA, 2, zero, precision=precision)
     expected = ranks.run(2, train, run, 5)[0]
     for found in ranks.run(2, save_and_go_on, run, at, 5):
         assert all(torch.equal(expected[name], tensor) for name, tensor in found.items())
+
+
+def under_another_stage(mesh, run, other, steps):
+    """Save under one stage and go on under another."""
+    trainer, data = Trainer(run, mesh), data_of(run)
+    trainer.update(0, trainer.accumulate(data, 0))
+    saved, about = snapshot(trainer), state.meta(trainer, 1, state.Counts())
+    after = Trainer(other, mesh)
+    state.restore(after, saved, about)
+    for step in range(1, steps):
+        after.update(step, after.accumulate(data, step))
+    return snapshot(after)
+
+
+def test_a_checkpoint_fits_every_stage(ranks):
+    run = run_of(GPT2, 2, 3, precision="float64")
+    expected = ranks.run(2, train, run, 3)[0]
+    for zero in (0, 1, 2):
+        for found in ranks.run(2, under_another_stage, run, run_of(GPT2, 2, zero, precision="float64"), 3):
+            for name, tensor in found.items():
+                torch.testing.assert_close(tensor, expected[name], rtol=1e-9, atol=1e-12)
+
+
+def clipped_gradients(mesh, run, clip):
+    """What the optimizer is given to divide by, in its first step without moments: Adam's first moment tells."""
+    run = run.model_copy(update={"optimizer": run.optimizer.model_copy(update={"clip": clip})})
+    trainer = Trainer(run, mesh)
+    update = trainer.update(0, trainer.accumulate(data_of(run), 0))
+    first = {n: t / (1 - run.optimizer.betas[0]) for n, t in snapshot(trainer).items() if n.startswith("exp_avg/")}
+    return update.grad_norm, first
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_clipping_at_half_the_norm_halves_every_gradient(ranks, zero):
+    run = run_of(LLAMA, 2, zero, precision="float64")
+    (norm, whole), _ = ranks.run(2, clipped_gradients, run, None)
+    (same, half), _ = ranks.run(2, clipped_gradients, run, norm / 2)
+    assert same == pytest.approx(norm, rel=1e-12)
+    assert math.sqrt(sum(float(t.square().sum()) for t in half.values())) == pytest.approx(norm / 2, rel=1e-9)
+    for name, gradient in whole.items():
+        torch.testing.assert_close(half[name], gradient / 2, rtol=1e-9, atol=1e-15)
+
+
+def overflow(mesh, run):
+    """A loss scale that is too large for float16, on one rank's gradients only if need be."""
+    trainer = Trainer(run, mesh)
+    trainer.scale.value = 2.0**30
+    history = []
+    for step in range(40):
+        before = snapshot(trainer)
+        update = trainer.update(step, trainer.accumulate(data_of(run), step))
+        changed = any(not torch.equal(before[n], t) for n, t in snapshot(trainer).items())
+        history.append((update.skipped, update.overflow, changed, trainer.scale.value))
+        if not update.skipped:
+            break
+    return history, trainer.optimizer.steps
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_an_overflow_lowers_the_scale_on_all_ranks_and_changes_nothing_else(ranks, zero):
+    (history, steps), *others = ranks.run(2, overflow, run_of(LLAMA, 2, zero, precision="fp16"))
+    assert all(other == (history, steps) for other in others)
+    assert steps == 1 and len(history) > 3
+    for number, (skipped, lowered, changed, scale) in enumerate(history[:-1], 1):
+        assert (skipped, lowered, changed, scale) == (True, True, False, 2.0 ** (30 - number))
+    assert history[-1][:3] == (False, False, True)
+
+
+def norm_at_scale(mesh, run, scale):
+    trainer = Trainer(run, mesh)
+    trainer.scale.value = scale
+    return trainer.update(0, trainer.accumulate(data_of(run), 0)).grad_norm
+
+
+def test_the_scale_is_taken_out_again():
+    run = run_of(LLAMA, 1, precision="fp16")
+    one, many = (norm_at_scale(Mesh.single(torch.device("cpu")), run, scale) for scale in (1.0, 128.0))
+    assert many == pytest.approx(one, rel=0.01)
+
+
+def test_a_good_run_of_steps_doubles_the_scale():
+    scale = LossScale.of("fp16")
+    start = scale.value
+    for _ in range(GROWTH_INTERVAL - 1):
+        assert not scale.after(finite=True)
+    assert scale.value == start
+    scale.after(finite=True)
+    assert scale.value == 2 * start
+    assert scale.after(finite=False)
+    assert (scale.value, scale.good_steps) == (start, 0)
+    scale.value = 1.0
+    assert not scale.after(finite=False)  # nothing is left to lower: the step is bad in itself
+    assert not LossScale.of("bf16").after(finite=False)
 
 
 def alone(run: RunSpec) -> Trainer:
@@ -206,9 +309,10 @@ def evaluate_between(mesh, run):
 
 
 @pytest.mark.parametrize("dp", [2, 7])
-def test_evaluation_is_the_plain_models_and_changes_nothing(ranks, dp):
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_evaluation_is_the_plain_models_and_changes_nothing(ranks, dp, zero):
     model = GPT2.model_copy(update={"resid_dropout": 0.2})
-    run = run_of(model, dp, precision="float64")
+    run = run_of(model, dp, zero, precision="float64")
     trained = ranks.run(dp, train, run, 3)[0]
     plain = build(model, dtype=torch.float64).eval()
     plain.load_state_dict({n: trained[f"model/{n}"] for n, _ in plain.named_parameters()}, strict=False)
