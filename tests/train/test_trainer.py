@@ -187,6 +187,18 @@ def under_another_stage(mesh, run, other, steps):
     return snapshot(after)
 
 
+def test_a_checkpoint_fits_other_precisions_with_masters_of_its_dtype():
+    trainer = alone(run_of(LLAMA, 1))
+    saved, about = snapshot(trainer), state.meta(trainer, 1, state.Counts())
+    other = alone(run_of(LLAMA, 1, precision="bf16", seed=2))
+    state.restore(other, saved, about)
+    assert all(torch.equal(saved[name], tensor) for name, tensor in state.tensors(other).items())
+    weight = other.model.get_parameter("model.norm.weight")
+    assert torch.equal(weight, saved["model/model.norm.weight"].to(torch.bfloat16))
+    with pytest.raises(UserError, match=r"precision=fp32 \(this run: float64\)"):
+        state.restore(alone(run_of(LLAMA, 1, precision="float64")), saved, about)
+
+
 def test_a_checkpoint_fits_every_stage(ranks):
     run = run_of(GPT2, 2, 3, precision="float64")
     expected = ranks.run(2, train, run, 3)[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 
 from rich.console import Group, RenderableType
@@ -50,10 +51,10 @@ def table(*columns: str, figures: int = 0) -> Table:
 
 
 def layout_words(layout: Layout) -> str:
-    """The axes that have more than one rank, outermost first."""
+    """The axes that have more than one rank, outermost first, and the ZeRO stage where there is one."""
     axes = [f"{axis}={layout.size(axis)}" for axis in reversed(layout.order) if layout.size(axis) > 1]
     assert set(layout.order) == set(AXES)
-    return " × ".join(axes) or "dp=1"
+    return (" × ".join(axes) or "dp=1") + (f", zero={layout.zero}" if layout.zero else "")
 
 
 def summary(run: RunSpec, foretold: Prediction) -> Table:
@@ -73,10 +74,13 @@ def summary(run: RunSpec, foretold: Prediction) -> Table:
     )
     parts = sorted(foretold.memory.categories.items(), key=lambda item: -item[1])[:4]
     largest = ", ".join(f"{name} {size(value)}" for name, value in parts)
+    rest = foretold.memory.total - sum(value for _, value in parts)
+    largest += f", others {size(rest)}" if rest else ""
     rows.add_row("memory", f"{size(foretold.memory.total)} a rank: {largest}")
-    moved = ", ".join(
-        f"{row.count} {row.key.operation} over {row.key.axis} ({row.key.reason})" for row in foretold.traffic
-    )
+    counts: Counter[tuple[str, str, str]] = Counter()
+    for row in foretold.traffic:
+        counts[row.key.operation, row.key.axis, row.key.reason] += row.count
+    moved = ", ".join(f"{number} {operation} over {axis} ({why})" for (operation, axis, why), number in counts.items())
     rows.add_row("traffic", f"{size(foretold.wire_per_step)} sent a step by a rank: {moved}" if moved else "none")
     if foretold.idle_ranks:
         rows.add_row("idle", _idle(foretold, run))
