@@ -48,6 +48,11 @@ class Scratch:
         with self._lock:
             self._free.append(taken.untyped_storage())
 
+    def kept(self) -> list[torch.UntypedStorage]:
+        """The buffers kept and not lent at the moment."""
+        with self._lock:
+            return list(self._free)
+
     @property
     def bytes(self) -> int:
         """Bytes kept and not lent at the moment."""

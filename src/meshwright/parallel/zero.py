@@ -49,7 +49,7 @@ from meshwright.parallel.residency import Residency, Stay, entries
 from meshwright.parallel.units import UnitPlan, plan_units
 from meshwright.spec.errors import UserError
 
-UNDER_WAY = 2  # reductions whose buffers stages 2 and 3 hold at once
+UNDER_WAY = 2  # reductions that hold buffers of their own at once
 
 
 @dataclass(frozen=True)
@@ -300,6 +300,9 @@ class Sharded:
 
     def _lend(self, unit: Unit) -> None:
         """Whole gradients for a unit that backward has come to, in the dtype of their reduction (stages 2 and 3)."""
+        if self._next == 0:  # what the last micro-batch left under way had this one's forward to come through
+            while self._under_way:
+                self._settle(self._under_way[0])
         unit.gradients = self._take(unit.padded, unit.reduce_dtype)
         unit.gradients[unit.size :].zero_()
 
@@ -325,7 +328,10 @@ class Sharded:
         """Stages 0 and 1: into `gradient_shard`, in place where the reduction has the gradients' dtype."""
         wire, result = whole, unit.gradient_shard
         lent: list[Tensor] = []
-        if unit.reduce_dtype != whole.dtype:
+        narrows = unit.reduce_dtype != whole.dtype
+        if narrows or (self.stage == 1 and self.device.type == "cpu"):  # there a reduce-scatter holds a copy
+            self._make_room(unit)
+        if narrows:
             wire = self._take(whole.numel(), unit.reduce_dtype)
             wire.copy_(whole)
             result = wire[unit.start : unit.start + unit.gradient_shard.numel()]
@@ -339,16 +345,18 @@ class Sharded:
     def _reduce_micro(self, unit: Unit, whole: Tensor) -> None:
         """Stages 2 and 3: the sum of one micro-batch, to be added to the step's; the whole gradients go back after."""
         self._settle(unit)
-        while len(self._under_way) >= UNDER_WAY:
-            self._settle(self._under_way[0])
-        lent = [whole]
+        self._make_room(unit)
         result = unit.gradient_shard
         if unit.summed or whole.dtype != result.dtype:
-            result = self._take(result.numel(), whole.dtype)
-            lent.append(result)
-        unit.reduction = Reduction(self._scatter(result, whole, self._micro), result, tuple(lent))
+            result = whole[unit.start : unit.start + result.numel()]
+        unit.reduction = Reduction(self._scatter(result, whole, self._micro), result, (whole,))
         unit.gradients = None
         unit.arrived = [False] * len(unit.members)
+
+    def _make_room(self, unit: Unit) -> None:
+        """Before a reduction that holds buffers: wait for the oldest, so that at most UNDER_WAY hold some."""
+        while len(self._under_way) >= UNDER_WAY:
+            self._settle(self._under_way[0])
         self._under_way.append(unit)
 
     def _scatter(self, result: Tensor, wire: Tensor, micro: int | None) -> Pending:
@@ -359,7 +367,7 @@ class Sharded:
         reduction, unit.reduction = unit.reduction, None
         if reduction is None:
             return
-        if self.stage >= 2:
+        if unit in self._under_way:
             self._under_way.remove(unit)
         reduction.pending.wait()
         if reduction.result.data_ptr() != unit.gradient_shard.data_ptr():
