@@ -92,7 +92,12 @@ def prediction(run: RunSpec, foretold: Prediction, *, every_unit: bool = False) 
     yield summary(run, foretold)
     yield titled("Parameters", _parameters(foretold, every_unit))
     at_once = foretold.memory.sequences
-    yield titled(f"Memory of a rank, {at_once} sequence{'s' * (at_once != 1)} at once", _memory(foretold))
+    where = "the CPU" if foretold.memory.device == "cpu" else "an accelerator"
+    yield titled(
+        f"Memory of a rank on {where} when it holds most ({foretold.memory.moment}), "
+        f"{at_once} sequence{'s' * (at_once != 1)} at once",
+        _memory(foretold),
+    )
     yield titled("Traffic of a step", _traffic(foretold.traffic, foretold.wire_per_step))
     yield titled("Computation of a step, all ranks", _flops(foretold))
 

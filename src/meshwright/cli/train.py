@@ -142,8 +142,10 @@ def _tell(run: RunSpec, quiet: bool, verbose: bool) -> None:
     if quiet:
         return
     from meshwright.cli.tables import prediction, summary
+    from meshwright.comm.runtime import pick_device
     from meshwright.predict.report import predict
 
     err = console(sys.stderr)
-    for part in prediction(run, predict(run)) if verbose else [summary(run, predict(run))]:
+    foretold = predict(run, device="cpu" if pick_device(run.device, 0).type == "cpu" else "cuda")
+    for part in prediction(run, foretold) if verbose else [summary(run, foretold)]:
         err.print(part)

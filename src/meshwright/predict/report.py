@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from meshwright.predict.flops import Flops, counted, model_flops
-from meshwright.predict.memory import Memory, memory
+from meshwright.predict.memory import Device, Memory, memory
 from meshwright.predict.params import count, embedding_count, unit_counts
 from meshwright.predict.traffic import total_wire, traffic
 from meshwright.spec.batch import micro_steps, part
@@ -65,8 +65,8 @@ class Prediction:
         return result
 
 
-def predict(run: RunSpec, ranks: int | None = None) -> Prediction:
-    """Foretell `run` on `ranks` ranks, or on as many as its layout needs.
+def predict(run: RunSpec, ranks: int | None = None, device: Device | None = None) -> Prediction:
+    """Foretell `run` on `ranks` ranks, or on as many as its layout needs; `device` as for `memory`.
 
     Raises UserError where the layout does not multiply to `ranks`.
     """
@@ -77,12 +77,13 @@ def predict(run: RunSpec, ranks: int | None = None) -> Prediction:
     per_token = model_flops(run.model, seq=seq)
     tokens = sequences * seq
     executed = counted(run.model, batch=sequences, seq=seq, attention=run.attention, loss=run.loss)
+    held = [memory(run, layout, rank, device) for rank in _kinds(sequences, data_ranks)]
     return Prediction(
         layout=layout,
         parameters=Parameters(count(run.model), embedding_count(run.model), unit_counts(run.model)),
         tokens_per_step=tokens,
         micro_batches=micro_steps(sequences, data_ranks, run.batch.micro),
-        memory=max((memory(run, layout, rank) for rank in _kinds(sequences, data_ranks)), key=lambda m: m.total),
+        memory=max(held, key=lambda m: m.total),
         idle_ranks=tuple(rank for rank in range(data_ranks) if not part(sequences, data_ranks, rank)),
         traffic=rows,
         wire_per_step=total_wire(rows),

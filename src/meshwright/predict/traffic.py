@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from meshwright.predict.memory import DTYPE_BYTES, gradient_bytes, padded, reduce_bytes, shards
+from meshwright.predict.states import DTYPE_BYTES, gradient_bytes, padded, reduce_bytes, shards
 from meshwright.spec.batch import micro_steps
 from meshwright.spec.layout import Layout
 from meshwright.spec.run import RunSpec

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meshwright.predict.activations import Saved, total
-from meshwright.predict.memory import buffers, memory, saved, states
+from meshwright.predict.memory import memory
+from meshwright.predict.peak import saved
+from meshwright.predict.states import buffers, states
 from meshwright.predict.traffic import traffic
 from meshwright.spec.batch import micro_steps
 from meshwright.spec.run import RunSpec

@@ -1,0 +1,90 @@
+"""What the reduction of gradients holds beside the gradients themselves: whole gradients on their way, and copies.
+
+At stages 2 and 3 a unit's whole gradients are lent from its first gradient in backward until its reduction is over;
+at 0 and 1 a reduction in another dtype has a copy in that. On the CPU a reduce-scatter is an all-to-all into one more
+copy, and what was lent once is kept for the next time, so that it is there in the whole step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from meshwright.predict.states import gradient_bytes, padded, reduce_bytes, shards
+from meshwright.spec.batch import micro_steps
+from meshwright.spec.layout import Layout
+from meshwright.spec.run import RunSpec
+
+UNDER_WAY = 2
+"""Reductions that hold buffers at once, as in parallel/zero.py; backward fills the gradients of one more unit."""
+
+
+def kept(run: RunSpec, layout: Layout) -> int:
+    """Bytes of the buffers that a rank on the CPU keeps for reductions, once a few steps have gone by."""
+    pool = _Pool()
+    micros = micro_steps(run.batch.sequences, layout.data_ranks, run.batch.micro) if layout.zero >= 2 else 1
+    for _ in range(3):
+        under_way: deque[list[int]] = deque()
+        for _ in range(micros):
+            while under_way:  # backward begins by ending what the last one left
+                pool.give(under_way.popleft())
+            for size in _sizes(run, layout):
+                _reduce(run, layout, size, pool, under_way)
+        while under_way:
+            pool.give(under_way.popleft())
+    return sum(pool.free)
+
+
+def on_their_way(run: RunSpec, layout: Layout, unit: int | None) -> int:
+    """Bytes lent on an accelerator while backward is in the unit `unit`, a place in the order of forward.
+
+    None: before its first gradient, where the last micro-batch's last reductions may still be under way.
+    """
+    order = _sizes(run, layout)
+    if unit is None:
+        again = layout.zero >= 2 and micro_steps(run.batch.sequences, layout.data_ranks, run.batch.micro) > 1
+        return sum(order[-UNDER_WAY:]) if again else 0
+    if layout.zero < 2 and reduce_bytes(run) == gradient_bytes(run):
+        return 0
+    place = len(order) - 1 - unit
+    return sum(order[max(place - UNDER_WAY, 0) : place + (layout.zero >= 2)])
+
+
+def _sizes(run: RunSpec, layout: Layout) -> list[int]:
+    """Bytes of each unit's whole gradients in the dtype of the reduction, in the order of backward."""
+    return [size * reduce_bytes(run) for size in reversed(padded(run, layout).values())]
+
+
+def _reduce(run: RunSpec, layout: Layout, size: int, pool: _Pool, under_way: deque[list[int]]) -> None:
+    """One reduction as parallel/zero.py goes about it."""
+    lent = [pool.take(size)] if layout.zero >= 2 else []
+    scatters = layout.zero > 0 and shards(layout) > 1
+    narrows = layout.zero < 2 and reduce_bytes(run) != gradient_bytes(run)
+    if not (lent or scatters or narrows):
+        return
+    while len(under_way) >= UNDER_WAY:
+        pool.give(under_way.popleft())
+    if narrows:
+        lent.append(pool.take(size))
+    if scatters:
+        lent.insert(0, pool.take(size))  # given back first
+    under_way.append(lent)
+
+
+@dataclass
+class _Pool:
+    """The rule by which comm/scratch.py lends: the smallest buffer that fits, else a new one for the largest."""
+
+    free: list[int] = field(default_factory=list)
+
+    def take(self, need: int) -> int:
+        self.free.sort()
+        for index, size in enumerate(self.free):
+            if size >= need:
+                return self.free.pop(index)
+        if self.free:
+            self.free.pop()
+        return need
+
+    def give(self, sizes: list[int]) -> None:
+        self.free += sizes
