@@ -138,9 +138,9 @@ class Sharded:
         A parameter that got no gradient on this rank counts as zero.
         """
         if self._reduces:
-            for unit in self._order[self._next :]:
-                self._reduce(unit)
-            self._next = len(self._order)
+            while self._next < len(self._order):
+                self._reduce(self._order[self._next])
+                self._next += 1
             self._reduces = False
         if self._residency is not None:
             self._residency.end()
@@ -151,6 +151,7 @@ class Sharded:
         Exhaust it: the caller works on the units that are there while the others are still on the wire.
         """
         self.end_micro()
+        self.settle()  # of units that no forward here has used, before an update writes to them
         if self.replicas is not None:
             yield from self._across_replicas(self.replicas)
             return
