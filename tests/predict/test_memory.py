@@ -8,10 +8,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshwright.model.build import build
-from meshwright.parallel.placement import plain_placements
-from meshwright.parallel.units import plan_units
-from meshwright.predict import activations, memory
+from meshwright.predict import activations
+from meshwright.predict.memory import memory
 from meshwright.predict.params import buffer_count, count
+from meshwright.predict.peak import loss_workspace, moments
+from meshwright.predict.reductions import kept, on_their_way
+from meshwright.predict.states import states
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec, RopeScaling
 from meshwright.spec.presets import PRESETS
@@ -29,23 +31,17 @@ DYNAMIC = LLAMA.model_copy(
 @pytest.mark.parametrize("spec", [GPT2, LLAMA, GPT2.model_copy(update={"tied": False})])
 def test_states_are_the_storages_a_fused_adamw_holds(spec: ModelSpec, precision: str) -> None:
     run = RunSpec.model_validate({"model": spec, "precision": precision})
-    model = build(spec, dtype=DTYPES[precision])
-    sizes = [
-        sum(p.local_numel for p in plan.placements if p.decay == decay)
-        for plan in plan_units(model, plain_placements(model))
-        for decay in (True, False)
-    ]
-    flat = [torch.nn.Parameter(torch.zeros(size, dtype=DTYPES[precision])) for size in sizes if size]
-    for parameter in flat:
-        parameter.grad = torch.zeros_like(parameter)
-    adam = torch.optim.AdamW(flat, fused=True)
+    flat = torch.nn.Parameter(torch.zeros(count(spec), dtype=DTYPES[precision]))
+    flat.grad = torch.zeros_like(flat)
+    adam = torch.optim.AdamW([flat], fused=True)
     adam.step()
-    states = [adam.state[parameter] for parameter in flat]
-    assert memory.states(run) == {
-        "parameters": sum(p.untyped_storage().nbytes() for p in flat),
-        "gradients": sum(p.grad.untyped_storage().nbytes() for p in flat if p.grad is not None),
-        "adam moments": sum(s[k].untyped_storage().nbytes() for s in states for k in ("exp_avg", "exp_avg_sq")),
-        "step counters": sum(s["step"].untyped_storage().nbytes() for s in states),
+    state = adam.state[flat]
+    assert states(run, Layout(dp=1)) == {
+        "parameters": flat.untyped_storage().nbytes(),
+        "gradients": flat.grad.untyped_storage().nbytes(),
+        "master weights": 0,
+        "adam moments": sum(state[kind].untyped_storage().nbytes() for kind in ("exp_avg", "exp_avg_sq")),
+        "scalars": state["step"].untyped_storage().nbytes(),
     }
 
 
@@ -58,16 +54,27 @@ def test_buffers_are_the_models(spec: ModelSpec, dtype: torch.dtype) -> None:
 
 def test_fp32_adam_is_sixteen_bytes_a_parameter() -> None:
     # Rajbhandari et al. 2020 (arXiv 1910.02054), section 3.1: two moments beside parameters and gradients.
-    run = RunSpec(model=PRESETS["llama2-7b"])
-    states = memory.states(run)
-    assert sum(states.values()) - states["step counters"] == 16 * 6_738_415_616
-    assert states["step counters"] == 4 * (1 + 2 * 32 + 2)
+    held = states(RunSpec(model=PRESETS["llama2-7b"]), Layout(dp=1))
+    assert sum(held.values()) - held["scalars"] == 16 * 6_738_415_616
+    assert held["scalars"] == 4
+
+
+@pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.88)])
+def test_the_stages_of_zero_hold_what_the_paper_says(stage: int, gigabytes: float) -> None:
+    """Rajbhandari et al. 2020, figure 1: 7.5 billion parameters on 64 ranks, 2 + 2 + 12 bytes each.
+
+    Adam's second gradient copy is 16 bits there, as with grad_dtype=bf16 here. The model is one of 7.5 billion, so
+    what is compared is bytes a parameter.
+    """
+    run = RunSpec(model=PRESETS["llama2-7b"], precision="bf16", grad_dtype="bf16")
+    held = sum(states(run, Layout(dp=64, zero=stage)).values())
+    assert held / count(run.model) == pytest.approx(gigabytes / 7.5, rel=0.003)
 
 
 def test_the_loss_counts_every_copy_of_the_logits() -> None:
     # Qwen3's vocabulary, 8,192 tokens, float32: 4.64 GiB a copy, three of them at the peak.
     spec = PRESETS["qwen3-8b"]
-    workspace = memory.loss_workspace(spec, tokens=8192, dtype_bytes=4, loss="full")
+    workspace = loss_workspace(spec, tokens=8192, dtype_bytes=4, loss="full")
     kept = {s.what: s.bytes for s in activations.saved(spec, batch=2, seq=4096)}["log-softmax"]
     for size in (*workspace.values(), kept):
         assert size / 2**30 == pytest.approx(4.64, abs=0.005)
@@ -76,8 +83,7 @@ def test_the_loss_counts_every_copy_of_the_logits() -> None:
 def test_a_chunked_loss_holds_no_more_than_a_chunk_of_logits() -> None:
     spec = PRESETS["qwen3-8b"]
     logits = [
-        memory.loss_workspace(spec, tokens=tokens, dtype_bytes=4, loss="chunked")["logits"]
-        for tokens in (64, LOSS_ROWS, 8192)
+        loss_workspace(spec, tokens=tokens, dtype_bytes=4, loss="chunked")["logits"] for tokens in (64, LOSS_ROWS, 8192)
     ]
     assert logits == [64 * spec.vocab * 4, LOSS_ROWS * spec.vocab * 4, LOSS_ROWS * spec.vocab * 4]
 
@@ -95,7 +101,7 @@ def test_the_peak_beside_the_states_is_close_to_what_tensors_take(loss: str) -> 
     tokens = torch.randint(spec.vocab, (4, 256))
     with _Live() as live:
         model(tokens, tokens).backward()
-    foretold = memory.memory(run, Layout(dp=1), 0).categories
+    foretold = memory(run, Layout(dp=1), 0).categories
     beside = sum(foretold[name] for name in ("activations", "logits", "loss workspace"))
     assert live.most == pytest.approx(beside, rel=0.03)
 
@@ -152,9 +158,58 @@ def test_kv_memory_follows_the_kv_heads() -> None:
 def test_the_largest_micro_batch_counts_and_a_rank_without_a_sequence_has_no_activations() -> None:
     run = RunSpec(batch=Batch(sequences=5, micro=2))
     layout = Layout(dp=8)
-    first, last = memory.memory(run, layout, 0), memory.memory(run, layout, 7)
+    first, last = memory(run, layout, 0), memory(run, layout, 7)
     assert (first.sequences, last.sequences) == (1, 0)
     assert last.categories["activations"] == last.categories["loss workspace"] == last.categories["logits"] == 0
     assert last.total == last.states + last.categories["buffers"]
-    assert first.states == last.states == 16 * count(run.model) + first.categories["step counters"]
-    assert memory.memory(run, Layout(dp=1), 0).sequences == 2  # parts of 2, 2 and 1
+    assert first.states == last.states == 16 * count(run.model) + first.categories["scalars"]
+    assert memory(run, Layout(dp=1), 0).sequences == 2  # parts of 2, 2 and 1
+
+
+def test_the_peak_is_the_fullest_moment_and_its_lines_are_the_memory() -> None:
+    run = RunSpec(layout=Layout(dp=4, zero=3), device="cpu")
+    found = memory(run, run.layout, 0)
+    fullest = max(moments(run, run.layout, 4, cpu=True), key=lambda moment: moment.total)
+    assert found.moment == fullest.what == "MLP of block 3"
+    assert found.total == found.states + found.categories["buffers"] + found.categories["inputs"] + fullest.total
+
+
+def test_few_tokens_put_the_peak_where_the_gradients_of_weights_are() -> None:
+    few = RunSpec(model=PRESETS["qwen3-8b"], batch=Batch(sequences=1, micro=1), data=Data(seq_len=64))
+    assert memory(few, Layout(dp=1), 0).moment == "head"
+    assert memory(few, Layout(dp=1), 0).categories["fresh gradients"] == 4 * few.model.vocab * few.model.hidden
+    many = few.model_copy(update={"data": Data(seq_len=8192)})
+    assert memory(many, Layout(dp=1), 0).moment == "loss"
+
+
+def test_a_tied_weights_gradient_waits_for_the_embedding() -> None:
+    run = RunSpec(model=GPT2.model_copy(update={"vocab": 4000}), data=Data(seq_len=16), batch=Batch(sequences=1))
+    table = 4 * 4000 * 16
+    at = {m.what: m.lines["fresh gradients"] for m in moments(run, Layout(dp=1), 1, cpu=False)}
+    assert at["head"] == at["final norm"] == at["attention of block 1"] == table
+    assert at["embedding"] == 2 * table
+
+
+def test_only_the_cpu_keeps_copies_for_reductions() -> None:
+    run = RunSpec(model=LLAMA, batch=Batch(sequences=2, micro=1))
+    block = 4 * 1952  # bytes of its parameters; head and embedding are smaller
+    one, two = Layout(dp=2, zero=1), Layout(dp=2, zero=2)
+    assert kept(run, Layout(dp=2)) == 0
+    assert kept(run, one) == 2 * block
+    assert memory(run, one, 0, "cuda").categories["reductions"] == 0
+    assert memory(run, one, 0, "cpu").categories["reductions"] == kept(run, one) > 0
+    assert on_their_way(run, one, unit=1) == 0
+    # Backward is in the first of two blocks: its gradients fill, those of the other block and of the head travel.
+    head = 4 * (33 * 16 + 16)
+    assert on_their_way(run, two, unit=1) == 2 * block + head
+    assert on_their_way(run, two, unit=3) == head
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_each_stage_of_a_large_model_holds_less(precision: str, device: str) -> None:
+    run = RunSpec.model_validate(
+        {"model": PRESETS["llama2-7b"], "precision": precision, "batch": Batch(sequences=16, micro=1)}
+    )
+    zero, one, two, three = (memory(run, Layout(dp=8, zero=z), 0, device).total for z in range(4))  # type: ignore[arg-type]
+    assert three < two < one < zero

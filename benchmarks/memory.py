@@ -1,0 +1,75 @@
+"""Peak memory of a rank at each ZeRO stage: predicted, and measured over its second step on the CPU.
+
+    python benchmarks/memory.py [--ranks 2] [--precision fp32] [--accumulate 1] [--only NAME …]
+
+Measured are live storages (see meshwright.verify.peak), so the figures are exact and the same on every machine; the
+workspace inside single operations and the libraries' own memory are not in them.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+import race
+from data_parallel import Tokens
+from meshwright.comm.mesh import Mesh
+from meshwright.predict.memory import memory
+from meshwright.spec.layout import Layout
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.run import Batch, Data, RunSpec
+from meshwright.train.trainer import Trainer
+from meshwright.verify.peak import peak
+
+CASES = {
+    # name: (model, sequences a micro-batch, tokens a sequence)
+    "deep": (ModelSpec(family="llama", vocab=256, hidden=128, layers=12, heads=4, ffn=344, max_seq=64), 1, 32),
+    "large vocabulary": (
+        ModelSpec(family="llama", vocab=8192, hidden=64, layers=12, heads=4, ffn=176, max_seq=64), 1, 32
+    ),
+    "many tokens": (ModelSpec(family="llama", vocab=256, hidden=64, layers=6, heads=4, ffn=176, max_seq=128), 4, 128),
+    "gpt2": (ModelSpec(family="gpt2", vocab=2048, hidden=96, layers=8, heads=4, max_seq=128), 2, 128),
+}  # fmt: skip
+
+
+def measure(rank: int, ranks: int, precision: str, accumulate: int, names: list[str]) -> None:
+    for name in names:
+        model, sequences, seq_len = CASES[name]
+        if rank == 0:
+            print(f"{name}, {ranks} ranks, {precision}, {accumulate} micro-batch{'es' * (accumulate > 1)}")
+            print("  stage    predicted     measured   measured/predicted")
+        for stage in range(4):
+            run = RunSpec.model_validate(
+                {
+                    "model": model,
+                    "data": Data(seq_len=seq_len),
+                    "batch": Batch(sequences=ranks * sequences * accumulate, micro=sequences),
+                    "layout": Layout(dp=ranks, zero=stage),
+                    "precision": precision,
+                    "device": "cpu",
+                }
+            )
+            # A mesh of its own, because buffers for collectives are kept with it.
+            trainer = Trainer(run, Mesh.create(run.layout, device=torch.device("cpu"), timeout=60))
+            data = Tokens(model.vocab, run.batch.sequences, seq_len)
+
+            def step(trainer: Trainer = trainer, data: Tokens = data) -> None:
+                trainer.update(1, trainer.accumulate(data, 0))
+
+            step()
+            measured = peak(trainer, step).total
+            trainer.sharded.settle()
+            foretold = memory(run, run.layout, rank).total
+            if rank == 0:
+                print(f"  {stage:5} {foretold:12,} {measured:12,}   {measured / foretold:.4f}", flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16"])
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches a step")
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    options = parser.parse_args()
+    race.start_ranks(options.ranks, measure, options.ranks, options.precision, options.accumulate, options.only)
