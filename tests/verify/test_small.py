@@ -7,8 +7,10 @@ import pytest
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.presets import PRESETS
-from meshwright.spec.run import Data, RunSpec
-from meshwright.verify.small import small_run
+from meshwright.spec.run import Data, Optimizer, RunSpec
+from meshwright.verify.reference import reference
+from meshwright.verify.small import CLIP, small_run
+from meshwright.verify.unequal import proof_data
 
 
 def run_of(model: ModelSpec, dp: int = 3) -> RunSpec:
@@ -36,3 +38,17 @@ def test_heads_are_grouped_alike(kv_heads, small):
 def test_few_learned_positions_make_short_sequences(max_seq):
     model = ModelSpec(family="gpt2", vocab=64, hidden=64, layers=3, heads=8, max_seq=max_seq)
     assert small_run(run_of(model)).data.seq_len == min(max_seq, 24)
+
+
+@pytest.mark.parametrize("name", ["gpt2-tiny", "llama-tiny"])
+def test_clipping_acts_in_every_step(name):
+    run = small_run(run_of(PRESETS[name], dp=2))
+    assert run.optimizer.clip == CLIP
+    norms = reference(run, proof_data(run), steps=3).norms
+    assert len(norms) == 3 and min(norms) > 2 * CLIP
+
+
+@pytest.mark.parametrize(("clip", "small"), [(None, None), (5.0, CLIP), (0.01, 0.01)])
+def test_a_run_that_does_not_clip_is_not_made_to(clip, small):
+    run = run_of(PRESETS["llama-tiny"]).model_copy(update={"optimizer": Optimizer(clip=clip)})
+    assert small_run(run).optimizer.clip == small

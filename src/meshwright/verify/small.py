@@ -5,6 +5,9 @@ from __future__ import annotations
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import Batch, RunSpec
 
+CLIP = 0.1
+"""Gradient norm that a proof clips to at most: the small models' norms are near 1, so a run's own 1.0 hardly acts."""
+
 
 def small_model(spec: ModelSpec) -> ModelSpec:
     """The same family, options and head grouping with two layers, short heads and a vocabulary that divides nothing."""
@@ -24,13 +27,15 @@ def small_model(spec: ModelSpec) -> ModelSpec:
 def small_run(run: RunSpec, seq_len: int = 24, micro: int = 2, accumulate: int = 3) -> RunSpec:
     """`run` over the small model, with uneven parts: one sequence short of `accumulate` full micro-batches a rank.
 
-    Sequences have `seq_len` tokens, or as many as the model has positions.
+    Sequences have `seq_len` tokens, or as many as the model has positions. Where the run clips, so does every step.
     """
     sequences = max(run.layout.data_ranks * micro * accumulate - 1, 1)
+    clip = run.optimizer.clip
     return RunSpec.model_validate(
         run.model_dump()
         | {
             "model": small_model(run.model).model_dump(),
+            "optimizer": run.optimizer.model_dump() | {"clip": None if clip is None else min(clip, CLIP)},
             "data": run.data.model_dump() | {"seq_len": min(seq_len, run.model.max_seq)},
             "batch": Batch(sequences=sequences, micro=micro).model_dump(),
         }
