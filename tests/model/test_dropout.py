@@ -66,6 +66,18 @@ def test_rate_and_independence() -> None:
         assert abs((a * b).mean() - 0.09) < 4 * math.sqrt(0.09 * 0.91 / a.numel())
 
 
+def test_both_halves_of_a_key_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs whose 64-bit keys differ in either half only have masks of their own."""
+    shape = torch.Size((4, 1, 4000))
+    keys = torch.tensor([[(high << 32) + low] for high in (0x243F6A88, 0x03707344) for low in (0x13198A2E, 0x299F31D0)])
+    monkeypatch.setattr("meshwright.model.dropout.mix64_", lambda z: z.copy_(keys))
+    masks = dropped(key(range(4)), 3, shape, 0.3).flatten(1).double()
+    for a in range(4):
+        for b in range(a):
+            together = (masks[a] * masks[b]).mean()
+            assert abs(together - 0.09) < 5 * math.sqrt(0.09 * 0.91 / shape[-1]), (a, b)
+
+
 def test_every_place_of_a_model_has_its_own_mask(dropping: ModelSpec) -> None:
     places = [module.place for module in build(dropping, attention="explicit").modules() if isinstance(module, Dropout)]
     assert len(set(places)) == len(places) == 1 + 3 * dropping.layers

@@ -126,3 +126,19 @@ def test_low_precision_sums_in_float32(loss: str, spec: ModelSpec, make: Callabl
     exact = make(spec)
     exact.load_state_dict(model.state_dict())
     assert total.item() == pytest.approx(exact(tokens, tokens).item(), rel=0.03)
+
+
+def test_the_weight_gradient_is_summed_in_float32_over_chunks() -> None:
+    """In bfloat16 a sum of 64 chunks would stall: its error is then tens of what rounding each product costs."""
+    chunks, vocab, width = 64, 11, 8
+    generator = torch.Generator().manual_seed(3)
+    # Alike chunks: every product adds the same, so what is lost to a sum too coarse does not cancel.
+    hidden = torch.randn(LOSS_ROWS, width, generator=generator).bfloat16().repeat(chunks, 1)
+    weight = torch.randn(vocab, width, generator=generator).bfloat16().requires_grad_()
+    targets = torch.randint(vocab, (LOSS_ROWS,), generator=generator).repeat(chunks)
+    (found,) = torch.autograd.grad(chunked_cross_entropy(hidden, weight, targets), weight)
+    exact_weight = weight.detach().double().requires_grad_()
+    (exact,) = torch.autograd.grad(cross_entropy(hidden.double() @ exact_weight.t(), targets), exact_weight)
+    assert found.dtype == torch.bfloat16
+    error = (found.double() - exact).norm() / exact.norm()
+    assert error < 0.006, error

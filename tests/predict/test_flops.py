@@ -124,15 +124,36 @@ def test_utilisation() -> None:
     ("device", "dtype", "rate"),
     [
         ("NVIDIA H100 80GB HBM3", "bf16", 989.4e12),
+        ("NVIDIA H100 80GB HBM3", "fp32", 66.9e12),
+        ("NVIDIA H100 80GB HBM3", "float64", 66.9e12),
         ("NVIDIA H100 PCIe", "bf16", 756e12),
+        ("NVIDIA H100 PCIe", "fp32", 51.2e12),
+        ("NVIDIA H100 PCIe", "float64", 51.2e12),
         ("NVIDIA H200", "bf16", 989.4e12),
         ("NVIDIA A100-SXM4-80GB", "bf16", 312e12),
+        ("NVIDIA A100-SXM4-80GB", "fp32", 19.5e12),
+        ("NVIDIA A100-PCIE-40GB", "float64", 19.5e12),
         ("Tesla V100-SXM2-16GB", "fp32", 15.7e12),
     ],
 )
 def test_peaks(device: str, dtype: str, rate: float) -> None:
     found = peak(device, dtype)  # type: ignore[arg-type]
     assert found is not None and found[0] == rate and found[1]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "float64"])
+@pytest.mark.parametrize(
+    ("device", "units", "per_clock", "clock"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 108, 64, 1.41e9),
+        ("NVIDIA H100 80GB HBM3", 132, 128, 1.98e9),
+        ("NVIDIA H100 PCIe", 114, 128, 1.755e9),
+    ],
+)
+def test_peaks_are_what_the_units_come_to(device: str, units: int, per_clock: int, clock: float, dtype: str) -> None:
+    """Multiprocessors, fused multiply-adds of each a cycle (float64: on tensor cores), and the boost clock."""
+    found = peak(device, dtype)  # type: ignore[arg-type]
+    assert found is not None and found[0] == pytest.approx(units * per_clock * 2 * clock, rel=2e-3)
 
 
 def test_no_peak_is_made_up() -> None:

@@ -26,6 +26,7 @@ SPECS = {
     "wide window": LLAMA.model_copy(update={"window": 8}),
     "not causal": LLAMA.model_copy(update={"causal": False}),
     "beyond max_seq": LLAMA.model_copy(update={"max_seq": 4}),
+    "at max_seq": LLAMA.model_copy(update={"max_seq": 8}),
     "dynamic rotary": LLAMA.model_copy(update={"rope_scaling": DYNAMIC}),
     "gpt2": GPT2,
     "gpt2 untied, narrow": GPT2.model_copy(update={"tied": False, "ffn": 10}),

@@ -21,6 +21,13 @@ class Peak:
     source: str
 
 
+# Sources, as the makers name them:
+# V100  NVIDIA V100 data sheet: fp16 (tensor) 125, fp32 15.7, fp64 7.8.
+# A100  NVIDIA A100 data sheet (nvidia-a100-datasheet-us-nvidia-1758950-r4): bf16 312, fp32 19.5, fp64 9.7, on tensor
+#       cores 19.5; the same for SXM and PCIe. 108 SMs × 64 fused multiply-adds × 1.41 GHz.
+# H100  NVIDIA H100 data sheet: SXM fp32 67, fp64 34, on tensor cores 67; PCIe fp32 51, fp64 26, on tensor cores 51. The
+#       white paper's table has a digit more, which is SMs × 128 fused multiply-adds × clock: 132 and 1.98 GHz, 114 and
+#       1.755 GHz (the latter also in the H100 PCIe product brief, PB-11133-001).
 _V100: dict[Dtype, float] = {"fp16": 125e12, "fp32": 15.7e12, "float64": 7.8e12}
 _A100: dict[Dtype, float] = {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12, "float64": 19.5e12}
 _H100_SXM: dict[Dtype, float] = {"bf16": 989.4e12, "fp16": 989.4e12, "fp32": 66.9e12, "float64": 66.9e12}
