@@ -34,6 +34,19 @@ def test_ranks_without_a_sequence_are_named() -> None:
     assert (prediction.memory.rank, prediction.memory.sequences) == (0, 1)
 
 
+def test_the_ranks_are_not_gone_through_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    plain = memory
+    monkeypatch.setattr(
+        "meshwright.predict.report.memory", lambda run, layout, rank: asked.append(rank) or plain(run, layout, rank)
+    )
+    for sequences, ranks, expected in ((7, 1000, [0, 7]), (7, 3, [0, 1]), (6, 3, [0]), (5, 3, [0, 2])):
+        asked.clear()
+        prediction = predict(RunSpec(batch=Batch(sequences=sequences, micro=4)), ranks=ranks)
+        assert asked == expected
+        assert prediction.idle_ranks == tuple(range(sequences, ranks))
+
+
 def test_flops_are_those_of_all_tokens_whatever_the_ranks() -> None:
     one, four = (predict(RunSpec(layout=Layout(dp=n))).flops for n in (1, 4))
     assert one == four

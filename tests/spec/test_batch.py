@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.spec.batch import micro_batches, micro_steps, part
+from meshwright.spec.batch import largest_micro, micro_batches, micro_steps, part
 
 sizes = st.integers(1, 60)
 
@@ -18,5 +18,11 @@ def test_every_sequence_is_computed_once(sequences: int, ranks: int, micro: int)
     for rank, mine in enumerate(parts):
         micros = micro_batches(sequences, ranks, rank, micro)
         assert [place for places in micros for place in places] == list(mine)
-        assert max(map(len, micros)) <= micro
+        assert max(map(len, micros)) == largest_micro(sequences, ranks, rank, micro) <= micro
         assert len(micros) == micro_steps(sequences, ranks, micro)
+
+
+def test_large_batches_are_not_counted_out() -> None:
+    assert largest_micro(2**31, 3, 2, 1) == 1
+    assert largest_micro(2**31, 2**20, 0, 2**31) == 2**11
+    assert micro_steps(2**31, 2, 1) == 2**30

@@ -25,5 +25,9 @@ def test_other_axes_divide_the_ranks() -> None:
 
 
 def test_ranks_that_do_not_fit() -> None:
+    with pytest.raises(
+        UserError, match=r"layout: 99999999999 ranks are more than any machine has; use at most 1000000"
+    ):
+        Layout().resolve(99999999999)
     with pytest.raises(UserError, match=r"dp=4 .* = 4 is not the number of ranks, 3; use dp=3 or dp=auto, or 4 ranks"):
         Layout(dp=4).resolve(3)

@@ -66,7 +66,8 @@ def test_overrides_apply_in_order_over_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("1e-3", 1e-3), ("1E-3", 1e-3), ("+.5", 0.5), ("3", 3.0), ("1_000.5", 1000.5), ("0.25", 0.25), ("1e3", 1000.0),
+        ("1500e-3", 1.5), ("1500E-3", 1.5), ("+.5e1", 5.0), ("3", 3.0), ("1_000.5", 1000.5), ("2.25", 2.25),
+        ("1e3", 1000.0),
         ("0x10", 16.0), ("010", 10.0),
     ],
 )  # fmt: skip
@@ -150,7 +151,7 @@ texts = st.text(min_size=1).filter(lambda text: "\0" not in text) | st.sampled_f
 @st.composite
 def models(draw: st.DrawFn) -> ModelSpec:
     heads, width = draw(st.integers(1, 64)), 2 * draw(st.integers(1, 64))
-    common = {"vocab": draw(counts), "hidden": heads * width, "layers": draw(counts), "heads": heads}
+    common = {"vocab": draw(counts), "hidden": heads * width, "layers": draw(st.integers(1, 10_000)), "heads": heads}
     common |= {"max_seq": draw(counts), "norm_eps": draw(positive), "tied": draw(st.none() | st.booleans())}
     if draw(st.booleans()):
         return ModelSpec(family="gpt2", resid_dropout=draw(parts), **common)
@@ -165,7 +166,10 @@ def runs(draw: st.DrawFn) -> RunSpec:
         model=model,
         data=Data(path=draw(texts), tokenizer=draw(texts), seq_len=draw(st.integers(1, model.max_seq))),
         batch=Batch(sequences=draw(counts), micro=draw(counts)),
-        layout=Layout(dp=draw(st.just("auto") | counts), order=tuple(draw(st.permutations(["tp", "cp", "dp", "pp"])))),
+        layout=Layout(
+            dp=draw(st.just("auto") | st.integers(1, 1_000_000)),
+            order=tuple(draw(st.permutations(["tp", "cp", "dp", "pp"]))),
+        ),
         optimizer=Optimizer(lr=draw(positive), betas=(draw(parts), draw(parts)), clip=draw(st.none() | positive)),
         checkpoint=Checkpoint(resume=draw(st.sampled_from(["auto", "never"]) | st.integers(0, 2**70))),
         steps=draw(st.integers(20, 2**31 - 1)),

@@ -9,7 +9,7 @@ from meshwright.predict.flops import Flops, counted, model_flops
 from meshwright.predict.memory import Device, Memory, memory
 from meshwright.predict.params import count, embedding_count, unit_counts
 from meshwright.predict.traffic import total_wire, traffic
-from meshwright.spec.batch import micro_steps, part
+from meshwright.spec.batch import micro_steps
 from meshwright.spec.layout import Layout
 from meshwright.spec.run import RunSpec
 from meshwright.spec.traffic import TrafficRow
@@ -84,7 +84,7 @@ def predict(run: RunSpec, ranks: int | None = None, device: Device | None = None
         tokens_per_step=tokens,
         micro_batches=micro_steps(sequences, data_ranks, run.batch.micro),
         memory=max(held, key=lambda m: m.total),
-        idle_ranks=tuple(rank for rank in range(data_ranks) if not part(sequences, data_ranks, rank)),
+        idle_ranks=tuple(range(min(sequences, data_ranks), data_ranks)),  # those behind have the smaller parts
         traffic=rows,
         wire_per_step=total_wire(rows),
         flops=StepFlops(per_token, per_token * tokens, executed),
@@ -93,4 +93,5 @@ def predict(run: RunSpec, ranks: int | None = None, device: Device | None = None
 
 def _kinds(sequences: int, ranks: int) -> list[int]:
     """One rank for each size of part that occurs, the lowest: ranks with parts of one size hold the same."""
-    return list({len(part(sequences, ranks, rank)): rank for rank in reversed(range(ranks))}.values())
+    larger = sequences % ranks
+    return [0, larger] if larger else [0]

@@ -19,6 +19,11 @@ def micro_steps(sequences: int, ranks: int, micro: int) -> int:
     return -(-largest // micro)
 
 
+def largest_micro(sequences: int, ranks: int, rank: int, micro: int) -> int:
+    """Sequences in the largest micro-batch of `rank`; 0 where it has none."""
+    return min(len(part(sequences, ranks, rank)), micro)
+
+
 def micro_batches(sequences: int, ranks: int, rank: int, micro: int) -> list[range]:
     """For each micro-batch of a step the places that `rank` computes; short or empty at the end of small parts."""
     mine = part(sequences, ranks, rank)

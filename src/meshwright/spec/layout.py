@@ -12,7 +12,8 @@ from meshwright.spec.words import not_yet, show
 
 Axis = Literal["tp", "cp", "dp", "pp"]
 AXES: tuple[Axis, ...] = ("tp", "cp", "dp", "pp")
-Ranks = Annotated[int, Field(gt=0)]
+MOST_RANKS = 1_000_000  # far more than any machine has, and few enough to list
+Ranks = Annotated[int, Field(gt=0, le=MOST_RANKS)]
 
 
 class Layout(BaseModel):
@@ -89,6 +90,8 @@ class Layout(BaseModel):
 
     def _resolve(self, ranks: int | None) -> Layout:
         others = self.tp * self.cp * self.pp
+        if ranks is not None and ranks > MOST_RANKS:
+            raise UserError(f"layout: {ranks} ranks are more than any machine has; use at most {MOST_RANKS}")
         if self.dp == "auto":
             if ranks is None:
                 return self.model_copy(update={"dp": 2})

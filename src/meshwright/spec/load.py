@@ -64,6 +64,7 @@ def load_run(path: Path | None, overrides: Sequence[str] = ()) -> RunSpec:
 def _override(root: Node, overrides: Sequence[str]) -> None:
     seen: dict[str, str] = {}
     mistakes: list[str] = []
+    sections = {name for name in RunSpec.model_fields if not _nullable(name)}
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals or not all(key.split(".")):
@@ -76,7 +77,11 @@ def _override(root: Node, overrides: Sequence[str]) -> None:
         where = f"{COMMAND_LINE}: {text}"
         try:
             value.encode()
-            _set(root, key.split("."), parse(value, where, Path()))
+            node = parse(value, where, Path())
+            if node.value is None and key in sections:
+                # In a file that is a section whose fields are commented out; typed, most likely a variable not set.
+                raise UserError(f"{where}: empty; give a value, or leave {key} out for its default")
+            _set(root, key.split("."), node)
         except UnicodeEncodeError:
             mistakes.append(f"{COMMAND_LINE}: {key}: not UTF-8 text")
         except UserError as error:

@@ -6,11 +6,12 @@ Sizes carry the field's names. The letters in comments elsewhere are `D` hidden,
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Count = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(gt=0, lt=2**31)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -63,7 +64,7 @@ class ModelSpec(BaseModel):
     family: Literal["gpt2", "llama"] = Field(description="gpt2 (LayerNorm, learned positions, GELU) or llama")
     vocab: Count = Field(description="vocabulary size V")
     hidden: Count = Field(description="width of the residual stream D")
-    layers: Count = Field(description="number of blocks L")
+    layers: Annotated[int, Field(gt=0, le=10_000)] = Field(description="number of blocks L")
     heads: Count = Field(description="query heads H")
     kv_heads: Count | None = Field(None, description="key-value heads K; as many as heads by default")
     head_dim: Count | None = Field(None, description="width of a head; hidden / heads by default")
@@ -145,4 +146,5 @@ class ModelSpec(BaseModel):
 
 def divisors(n: int) -> list[int]:
     """The positive divisors of `n`, ascending."""
-    return [d for d in range(1, n + 1) if n % d == 0]
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]

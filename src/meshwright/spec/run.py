@@ -129,7 +129,9 @@ class RunSpec(Part):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="auto: the accelerator torch reports, else the CPU"
     )
-    comm_timeout: Annotated[float, Field(gt=0)] = Field(600.0, description="seconds a collective may wait for a rank")
+    comm_timeout: Annotated[float, Field(ge=1, le=365 * 86400)] = Field(
+        600.0, description="seconds a collective may wait for a rank"
+    )
     out: Text = Field("runs/demo", description="folder of this run: checkpoints, metrics, run.yaml")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
         1, description="weights, order of samples and dropout follow from it"
