@@ -315,6 +315,56 @@ def test_files_are_reused_and_remade(book: Path, out: Path, tokenizer: Path) -> 
     assert len(names) == 6
 
 
+@pytest.mark.parametrize("source", ["text", "tokens"])
+def test_damage_of_equal_length_is_told_and_mended(book: Path, tmp_path: Path, out: Path, source: str) -> None:
+    np.save(tmp_path / "ids.npy", np.arange(200, dtype=np.uint8))
+    asked = data(book if source == "text" else tmp_path / "ids.npy", held_out=0.1)
+    first = prepare(asked, 256, out)
+    for file in (first.train, first.held_out):
+        assert file is not None
+        whole = file.read_bytes()
+        for place in (len(whole) - 1, len(whole) - 10):  # the sum itself, and the last tokens but a few
+            said: list[str] = []
+            damaged = bytearray(whole)
+            damaged[place] ^= 1
+            file.write_bytes(damaged)
+            assert prepare(asked, 256, out, check=False, say=said.append) == first and said == []
+            assert prepare(asked, 256, out, say=said.append) == first
+            assert said == [f"warning: {file} is damaged: its content is not what was written; it is made again"]
+            assert file.read_bytes() == whole
+    assert prepare(asked, 256, out, say=said.append) == first and len(said) == 1
+
+
+def put_over(path: Path, content: bytes, how: str) -> None:
+    """Other content of the same size under the same time, as copies that keep times make it."""
+    about = path.stat()
+    assert len(content) == about.st_size
+    target = path.with_name("other") if how == "renamed" else path
+    target.write_bytes(content)
+    os.utime(target, ns=(about.st_atime_ns, about.st_mtime_ns))
+    target.replace(path)
+    assert path.stat().st_mtime_ns == about.st_mtime_ns
+
+
+@pytest.mark.parametrize("how", ["renamed", "written over"])
+def test_a_text_of_the_same_size_and_time_is_another(book: Path, shelf: Path, out: Path, how: str) -> None:
+    for asked, file in ((data(book), book), (data(shelf), shelf / "2.txt")):
+        first = prepare(asked, 256, out)
+        put_over(file, b"z" * file.stat().st_size, how)
+        second = prepare(asked, 256, out)
+        assert second.key != first.key and tokens(second.train) != tokens(first.train)
+
+
+@pytest.mark.parametrize("how", ["renamed", "written over"])
+def test_a_token_file_of_the_same_size_and_time_is_looked_at_again(tmp_path: Path, out: Path, how: str) -> None:
+    path = tmp_path / "ids.npy"
+    np.save(path, np.arange(50, dtype=np.uint8))
+    prepare(data(path, held_out=0), 50, out)
+    put_over(path, path.read_bytes()[:-1] + b"\xff", how)
+    with refused("token id 255"):
+        prepare(data(path, held_out=0), 50, out)
+
+
 def test_only_old_files_aside_are_cleared(book: Path, out: Path) -> None:
     out.mkdir(parents=True)
     old, new = out / ".writing-1", out / ".writing-2"

@@ -7,9 +7,10 @@ import json
 import os
 import stat
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,15 +47,27 @@ class Prepared:
 
 @dataclass(frozen=True)
 class _File:
-    """A file of the source: its name below the source's root, and what changes when its content does."""
+    """A file of the source: its name below the source's root, and what changes when its content does.
+
+    A time of change and a number in the file system cannot be set as a time of modification can: copying a text over
+    another of its size, times and all, changes them.
+    """
 
     name: str
     path: Path
     size: int
     mtime_ns: int
+    ctime_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, name: str, path: Path, about: os.stat_result) -> Self:
+        return cls(name, path, about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino)
 
 
-def prepare(data: Data, vocab: int, folder: Path) -> Prepared:
+def prepare(
+    data: Data, vocab: int, folder: Path, *, check: bool = True, say: Callable[[str], None] = lambda text: None
+) -> Prepared:
     """Tokenise `data` into files in `folder`, the subfolder of a run's `out` kept for this; reuse whole ones there.
 
     Held out are, of several files, every k-th in sorted order, k = round(1 / held_out); of one file, of a token file
@@ -62,16 +75,19 @@ def prepare(data: Data, vocab: int, folder: Path) -> Prepared:
     any number of processes may prepare the same data at once. Documents are separated by byte 0 or the tokenizer's
     end-of-text token. Memory: one file's tokens; where the end is held out, all tokens.
 
+    What is reused is read through, and made again where its content is damaged, which `say` is told; without `check`
+    only its length is looked at.
+
     Raises UserError for data, tokenizer or vocabulary that do not fit, and where `folder` cannot be written.
     """
     if _is_tokens(data):
-        return _from_tokens(data, vocab, folder)
+        return _from_tokens(data, vocab, folder, check, say)
     tokenizer = load_tokenizer(data.tokenizer)
     tokenizer.check(vocab)
     files = _find(data.path, folder)
     key = _key(data, vocab, tokenizer, files)
     train, held_out = _names(data, folder, key)
-    if not _whole(train, held_out):
+    if not _reusable(train, held_out, check, say):
         _tokenise(files, tokenizer, data.held_out, train, held_out)
     return _prepared(data, data.tokenizer, key, train, held_out)
 
@@ -160,7 +176,7 @@ def _walk(root: Path, left_out: set[str], out: Path | None) -> list[_File]:
                     continue
             except OSError:
                 continue
-            found.append(_File(path.relative_to(root).as_posix(), path, about.st_size, about.st_mtime_ns))
+            found.append(_File.of(path.relative_to(root).as_posix(), path, about))
     return sorted(found, key=lambda file: file.name)
 
 
@@ -173,7 +189,7 @@ def _single(path: Path) -> _File:
         raise UserError(f"data.path: {path} is empty; name a file with text")
     if binary:
         raise UserError(f"data.path: {path} is not text, it has NUL bytes; name a text file, or token ids as .npy")
-    return _File(path.name, path, about.st_size, about.st_mtime_ns)
+    return _File.of(path.name, path, about)
 
 
 def _binary(path: Path) -> bool:
@@ -226,7 +242,7 @@ def _documents(files: Sequence[_File], tokenizer: Tokenizer) -> Iterator[NDArray
 # -- token files ----------------------------------------------------------------------------------------------------
 
 
-def _from_tokens(data: Data, vocab: int, folder: Path) -> Prepared:
+def _from_tokens(data: Data, vocab: int, folder: Path, check: bool, say: Callable[[str], None]) -> Prepared:
     """Tokens that someone else made: used as they are with nothing held out, else cut in two."""
     name = _tokenizer_name(data, vocab)
     tokenizer = load_tokenizer(name)
@@ -241,15 +257,14 @@ def _from_tokens(data: Data, vocab: int, folder: Path) -> Prepared:
             _check_ids(data.path, tokens, vocab)
             tokenfile.write(checked, [], np.dtype(np.uint8))
         return _prepared(data, name, key, source, None)
-    if not _whole(train, held_out):
+    if not _reusable(train, held_out, check, say):
         _check_ids(data.path, tokens, vocab)
         _cut(tokens, data.held_out, train, held_out, tokenfile.smallest(vocab - 1))
     return _prepared(data, name, key, train, held_out)
 
 
 def _single_tokens(source: Path) -> _File:
-    about = source.stat()
-    return _File(source.name, source, about.st_size, about.st_mtime_ns)
+    return _File.of(source.name, source, source.stat())
 
 
 def _check_ids(path: str, tokens: NDArray[np.integer], vocab: int) -> None:
@@ -276,7 +291,7 @@ def _cut(tokens: NDArray[np.integer], held_out: float, train: Path, held: Path, 
 def _key(data: Data, vocab: int, tokenizer: Tokenizer, files: Sequence[_File]) -> int:
     """64 bits that change with anything the token files are made from."""
     source = data.path if data.path == "stdlib" else str(Path(data.path).resolve())
-    listed = [[file.name, file.size, file.mtime_ns] for file in files]
+    listed = [[file.name, file.size, file.mtime_ns, file.ctime_ns, file.inode] for file in files]
     made_from = json.dumps([source, vocab, data.held_out, tokenizer.fingerprint, listed])
     found = hashlib.sha256(made_from.encode("utf-8", errors="surrogateescape")).digest()
     return int.from_bytes(found[:8], "big", signed=True)
@@ -290,6 +305,15 @@ def _names(data: Data, folder: Path, key: int) -> tuple[Path, Path | None]:
 
 def _whole(train: Path, held_out: Path | None) -> bool:
     return all(tokenfile.is_whole(path) for path in (train, held_out) if path is not None)
+
+
+def _reusable(train: Path, held_out: Path | None, check: bool, say: Callable[[str], None]) -> bool:
+    if not _whole(train, held_out):
+        return False
+    damaged = [path for path in (train, held_out) if path is not None and check and not tokenfile.is_sound(path)]
+    for path in damaged:
+        say(f"warning: {path} is damaged: its content is not what was written; it is made again")
+    return not damaged
 
 
 def _prepared(data: Data, tokenizer: str, key: int, train: Path, held_out: Path | None) -> Prepared:

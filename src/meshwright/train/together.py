@@ -8,6 +8,7 @@ with rank 0's, takes what its own machine prepared and compares a digest of the 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,18 +16,23 @@ import torch
 from meshwright.comm.collectives import Group
 from meshwright.spec.errors import UserError
 from meshwright.spec.run import RunSpec
+from meshwright.train.report import LAUNCHED
 from meshwright.train.text import Prepared, digest, follow, prepare
 
 
-def prepare_together(run: RunSpec, world: Group, device: torch.device) -> Prepared:
-    """The run's token files, of equal content on all ranks; every rank of `world` calls it.
+def prepare_together(
+    run: RunSpec, world: Group, device: torch.device, say: Callable[[str], None] = lambda text: None
+) -> Prepared:
+    """The run's token files, of equal content on all ranks; every rank of `world` calls it. `say` is told of damage.
 
     Raises what `prepare` raises, and UserError on a rank whose machine holds other tokens than rank 0's.
     """
     folder = Path(run.out) / "data"
     # LOCAL_RANK is absent where a rank was started by hand: then each looks for itself.
     first = int(os.environ.get("LOCAL_RANK", "0")) == 0
-    mine = prepare(run.data, run.model.vocab, folder) if first else None
+    # Our launcher has looked at their content just before it started the ranks.
+    check = not os.environ.get(LAUNCHED)
+    mine = prepare(run.data, run.model.vocab, folder, check=check, say=say) if first else None
     world.barrier("data.prepared")
     key = _from_rank_0(world, device, "data.choose", mine.key if mine else 0)
     chosen = mine if mine and mine.key == key else follow(run.data, run.model.vocab, folder, key)

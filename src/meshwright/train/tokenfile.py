@@ -1,4 +1,7 @@
-"""Token files: 1-D .npy arrays of integers, read through a memory map and written whole or not at all."""
+"""Token files: 1-D .npy arrays of integers, read through a memory map and written whole or not at all.
+
+Those written here end with the CRC-32 of their tokens, four bytes that readers of .npy files leave alone.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import hashlib
 import os
 import secrets
 import time
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -18,6 +22,7 @@ from numpy.typing import NDArray
 from meshwright.spec.errors import UserError
 
 CHUNK = 1 << 22  # tokens read or converted at once
+_CRC_BYTES = 4
 _ASIDE = ".writing-"
 _STALE = 3600.0  # seconds without a write after which a file aside belongs to a process that died
 
@@ -80,11 +85,26 @@ def _header(stream: BinaryIO) -> tuple[tuple[int, ...], np.dtype, int]:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether `path` is a token file of the length its header says, written by `write`."""
+    """Whether `path` is a token file written by `write`, of the length its header says."""
     try:
         with path.open("rb") as stream:
             shape, dtype, offset = _header(stream)
-            return os.fstat(stream.fileno()).st_size == offset + shape[0] * dtype.itemsize
+            return os.fstat(stream.fileno()).st_size == offset + shape[0] * dtype.itemsize + _CRC_BYTES
+    except (OSError, ValueError, SyntaxError, EOFError, IndexError):
+        return False
+
+
+def is_sound(path: Path) -> bool:
+    """Whether the tokens of a whole file are those that `write` wrote. Reads it through."""
+    found = 0
+    try:
+        with path.open("rb") as stream:
+            shape, dtype, _ = _header(stream)
+            left = shape[0] * dtype.itemsize
+            while left and (part := stream.read(min(left, CHUNK))):
+                found = zlib.crc32(part, found)
+                left -= len(part)
+            return not left and stream.read() == found.to_bytes(_CRC_BYTES, "little")
     except (OSError, ValueError, SyntaxError, EOFError, IndexError):
         return False
 
@@ -127,12 +147,15 @@ def write(path: Path, parts: Iterable[NDArray[np.integer]], dtype: np.dtype) -> 
 
 
 def _write(stream: BinaryIO, parts: Iterable[NDArray[np.integer]], dtype: np.dtype) -> None:
-    count = 0
+    count = checksum = 0
     _write_header(stream, count, dtype)
     data = stream.tell()
     for part in parts:
-        stream.write(np.ascontiguousarray(part, dtype=dtype).data)
+        content = memoryview(np.ascontiguousarray(part, dtype=dtype)).cast("B") if len(part) else b""
+        stream.write(content)
+        checksum = zlib.crc32(content, checksum)
         count += len(part)
+    stream.write(checksum.to_bytes(_CRC_BYTES, "little"))
     stream.seek(0)
     _write_header(stream, count, dtype)
     # The format pads headers so that a growing first dimension fits.
