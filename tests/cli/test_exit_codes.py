@@ -134,6 +134,35 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     assert process.returncode == 141
 
 
+@pytest.mark.parametrize("how", [">&-", ">/dev/full"])
+@pytest.mark.parametrize("words", ["predict -q", "predict --json", "train --show", "--help", "--version"])
+def test_a_stdout_that_takes_nothing(words: str, how: str) -> None:
+    why = {">&-": "bad file descriptor", ">/dev/full": "no space left on device"}[how]
+    for unbuffered in ("", "1"):
+        ended = shell(f"{words} {how}", PYTHONUNBUFFERED=unbuffered)
+        assert (ended.returncode, ended.stderr) == (
+            1,
+            f"meshwright: failed: standard output cannot be written: {why}\n",
+        )
+
+
+@pytest.mark.parametrize("how", ["2>&-", "2>/dev/full"])
+def test_a_stderr_that_takes_nothing(how: str) -> None:
+    """Results do not go there, and what cannot be said is left to the exit code."""
+    ended = shell(f"predict -q {how}")
+    assert (ended.returncode, ended.stderr) == (0, "") and "parameters" in ended.stdout
+    for words in ("predict lr=3", "predict --bogus"):
+        ended = shell(f"{words} {how}")
+        assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", "")
+
+
+def shell(words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = f"exec {sys.executable} -m meshwright {words}"
+    return subprocess.run(
+        ["sh", "-c", command], capture_output=True, text=True, timeout=60, env=os.environ | env, check=False
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "without"),
     [("--help", ("torch", "pydantic", "rich", "yaml")), ("predict", ("torch",)), ("train --show", ("torch",))],

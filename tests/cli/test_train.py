@@ -37,7 +37,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
 
     monkeypatch.setattr(meshwright.train.launch, "launch", launch)
     monkeypatch.setattr(meshwright.train.loop, "run_rank", run_rank)
-    monkeypatch.setattr(meshwright.train.text, "prepare", lambda *a: seen.update(prepared=a))
+    monkeypatch.setattr(meshwright.train.text, "prepare", lambda *a, say: seen.update(prepared=a))
     # These tests ask for ranks as they like, wherever they run.
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available=False: None)
     monkeypatch.chdir(tmp_path)
@@ -166,7 +166,7 @@ def test_too_many_ranks(started: dict[str, Any], capsys: pytest.CaptureFixture[s
 def test_data_is_judged_before_anything_starts(
     started: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def prepare(*_: Any) -> None:
+    def prepare(*_: Any, **__: Any) -> None:
         raise UserError("data.path: no such file")
 
     monkeypatch.setattr(meshwright.train.text, "prepare", prepare)

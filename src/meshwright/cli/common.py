@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import sys
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ import click
 from meshwright.spec.errors import UserError
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
     from meshwright.spec.run import RunSpec
 
@@ -76,6 +77,16 @@ def load(words: Sequence[str], ranks: int | None) -> RunSpec:
     path, overrides = split(words)
     run = load_run(path, overrides)
     return run.model_copy(update={"layout": run.layout.resolve(ranks)})
+
+
+def say(*parts: RenderableType) -> None:
+    """Lines and tables on stderr. Where that takes nothing, they are left out: results do not go there."""
+    with contextlib.suppress(OSError):
+        for part in parts:
+            if isinstance(part, str):
+                click.echo(part, err=True)
+            else:
+                console(sys.stderr).print(part)
 
 
 def console(stream: TextIO | None = None) -> Console:

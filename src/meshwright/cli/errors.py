@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import traceback
 from collections.abc import Callable
@@ -10,7 +11,8 @@ import click
 
 from meshwright.spec.errors import RunError, UserError
 from meshwright.spec.exits import FAILED, INTERRUPTED, OK, READER_GONE, TERMINATED, WRONG_INPUT, RanksEnded
-from meshwright.train.report import reader_gone, run_guarded
+from meshwright.train.report import run_guarded
+from meshwright.train.streams import reader_gone, stdout_fails
 
 EXIT_CODES = """\b
 Exit codes:
@@ -34,9 +36,10 @@ def guarded(command: Callable[[], int | None], *, debug: bool = False) -> int:
         return stop.exit_code
     except click.ClickException as error:
         _trace(debug)
-        error.show(sys.stderr)
-        if isinstance(error, click.NoSuchOption):
-            _field_hint(error.option_name)
+        with contextlib.suppress(OSError):
+            error.show(sys.stderr)
+            if isinstance(error, click.NoSuchOption):
+                _field_hint(error.option_name)
         return WRONG_INPUT
     except (KeyboardInterrupt, click.Abort):
         _trace(debug)
@@ -59,6 +62,9 @@ def guarded(command: Callable[[], int | None], *, debug: bool = False) -> int:
         if isinstance(error, BrokenPipeError) and reader_gone():
             return READER_GONE
         _trace(debug)
+        if isinstance(error, OSError) and (why := stdout_fails()):
+            _tell(f"failed: standard output cannot be written: {why}")
+            return FAILED
         words = " ".join("".join(traceback.format_exception_only(error)).split())
         _tell(f"internal error: {words}{'' if debug else ' (--debug shows where)'}")
         return FAILED
@@ -94,4 +100,5 @@ def _field_hint(option: str) -> None:
 
 
 def _tell(text: str) -> None:
-    print(f"meshwright: {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # nowhere to say it; the exit code says it still
+        print(f"meshwright: {text}", file=sys.stderr, flush=True)

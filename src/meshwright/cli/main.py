@@ -13,6 +13,7 @@ import click
 import meshwright
 from meshwright.cli.errors import EXIT_CODES, guarded, guarded_rank
 from meshwright.comm.place import rank_number
+from meshwright.train.streams import finish, reopen
 
 COMMANDS = {
     "train": "Train a model, on several ranks.",
@@ -78,7 +79,10 @@ def run(argv: Sequence[str]) -> int:
 
 def main() -> None:
     """The console script `meshwright`."""
+    reopen()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without × must not end a run
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    finish()
+    sys.exit(code)

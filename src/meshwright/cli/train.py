@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from meshwright.cli.common import console, load, run_options
+from meshwright.cli.common import console, load, run_options, say
 from meshwright.comm.place import launched, place
 from meshwright.spec.errors import UserError
 from meshwright.train.lock import locked
@@ -106,8 +105,8 @@ def _launch_in(folder: Path, run: RunSpec, quiet: bool, verbose: bool, debug: bo
 
     check_resume(run)
     if not quiet:  # a large text takes a while
-        click.echo(f"reading {run.data.path}", err=True)
-    prepare(run.data, run.model.vocab, folder / "data")
+        say(f"reading {run.data.path}")
+    prepare(run.data, run.model.vocab, folder / "data", say=say)
     _tell(run, quiet, verbose)
     from meshwright.spec.load import dump_run
     from meshwright.train.launch import launch
@@ -145,7 +144,5 @@ def _tell(run: RunSpec, quiet: bool, verbose: bool) -> None:
     from meshwright.comm.runtime import pick_device
     from meshwright.predict.report import predict
 
-    err = console(sys.stderr)
     foretold = predict(run, device="cpu" if pick_device(run.device, 0).type == "cpu" else "cuda")
-    for part in prediction(run, foretold) if verbose else [summary(run, foretold)]:
-        err.print(part)
+    say(*(prediction(run, foretold) if verbose else [summary(run, foretold)]))

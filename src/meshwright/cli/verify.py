@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from meshwright.cli.common import console, load, run_options
+from meshwright.cli.common import console, load, run_options, say
 from meshwright.comm.place import launched
 from meshwright.spec.errors import UserError
 from meshwright.spec.exits import ANSWER_NO, OK
@@ -67,17 +67,16 @@ def command(
         raise UserError("verify starts its own ranks; call it without torchrun")
     if not quiet:
         what = "the run's own model" if as_is else f"a small {run.model.family} model"
-        click.echo(
+        say(
             f"comparing {steps} step{'s' * (steps > 1)} of {what} on {run.layout.world} ranks with one device, "
-            f"in {precision}, on random tokens",
-            err=True,
+            f"in {precision}, on random tokens"
         )
     from meshwright.verify.run import Unfinished, verify
 
     try:
         report = verify(run, steps=steps, precision=precision, as_is=as_is, debug=debug)
     except Unfinished as end:
-        click.echo(f"meshwright: {end}", err=True)
+        say(f"meshwright: {end}")
         return end.code
     if as_json:
         click.echo(json.dumps(report.to_dict(), indent=2))

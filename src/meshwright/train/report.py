@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import re
-import select
 import sys
 import time
 import traceback
@@ -19,6 +18,7 @@ from collections.abc import Callable, Iterator
 from meshwright.comm.place import rank_number
 from meshwright.spec.errors import RunError, UserError
 from meshwright.spec.exits import FAILED, INTERRUPTED, OK, ORDERLY, READER_GONE, WRONG_INPUT
+from meshwright.train.streams import reader_gone, stdout_fails
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 LAUNCHED = "MESHWRIGHT_LAUNCHED"
@@ -113,6 +113,8 @@ def run_guarded(main: Callable[[], int | None], *, debug: bool = False) -> int:
     except BaseException as exc:
         if isinstance(exc, BrokenPipeError) and reader_gone():
             return READER_GONE
+        if isinstance(exc, OSError) and (why := stdout_fails()):
+            exc = RunError(f"standard output cannot be written: {why}")
         code = WRONG_INPUT if isinstance(exc, UserError) else FAILED
         record_failure(exc)
         if not os.environ.get(LAUNCHED):
@@ -121,20 +123,6 @@ def run_guarded(main: Callable[[], int | None], *, debug: bool = False) -> int:
         _leave(code)
     _flush()
     return code
-
-
-def reader_gone() -> bool:
-    """Whether stdout is a pipe that nobody reads any more; if so, nothing more is written to it."""
-    try:
-        descriptor = sys.stdout.fileno()
-        poll = select.poll()
-        poll.register(descriptor, select.POLLOUT)
-        gone = any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
-    except (OSError, ValueError, AttributeError):
-        return False
-    if gone:  # the interpreter flushes once more at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-    return gone
 
 
 def _print_error(exc: BaseException, debug: bool) -> None:
