@@ -106,6 +106,46 @@ def test_nothing_saved(tmp_path):
     assert checkpoint.newest(tmp_path / "none") == checkpoint.Newest(None, ())
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["model/a", "exp_avg/a"])
+def test_what_is_not_finite_pushes_nothing_out(tmp_path, name, bad):
+    save(tmp_path, 10, keep=1)
+    worthless = {key: tensor.clone() for key, tensor in TENSORS.items()}
+    worthless[name].view(-1)[-2] = bad
+    worthless |= {"empty": torch.empty(0), "count": torch.ones(1, dtype=torch.int64)}
+    for step in (10, 20):
+        with pytest.raises(checkpoint.NotFinite, match=f"^{name} is not finite$"):
+            save(tmp_path, step, keep=1, tensors=worthless)
+        assert os.listdir(tmp_path) == ["step-00000010"]
+        assert checkpoint.newest(tmp_path) == checkpoint.Newest(10, ())
+
+
+def test_everything_is_on_the_disk_before_a_checkpoint_is_in_place(tmp_path, monkeypatch):
+    """Files whole, then the folder that lists them, then the rename, then the folder that it changed."""
+    done = []
+    fsync, rename = os.fsync, os.rename
+
+    def where(descriptor):
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        return "checkpoints" if path == str(tmp_path) else "aside" if os.path.isdir(path) else os.path.basename(path)
+
+    def recorded(descriptor):
+        about = os.fstat(descriptor)
+        done.append((where(descriptor), about.st_size if not os.path.isdir(f"/proc/self/fd/{descriptor}") else None))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    monkeypatch.setattr(os, "rename", lambda here, there: (done.append(("rename", None)), rename(here, there)))
+    target = save(tmp_path, 10)
+    assert done == [
+        ("tensors.safetensors", (target / "tensors.safetensors").stat().st_size),
+        ("meta.json", (target / "meta.json").stat().st_size),
+        ("aside", None),
+        ("rename", None),
+        ("checkpoints", None),
+    ]
+
+
 def truncate(file):
     os.truncate(file, os.path.getsize(file) - 1)
 
@@ -124,8 +164,9 @@ def test_damage_is_named_and_passed_over(tmp_path, damage, name):
     damage(damaged)
     if damage is flip and name == "meta.json":
         damaged.write_text(json.dumps(["no", "checkpoint"]))
-    with pytest.raises(RunError, match=name):
+    with pytest.raises(RunError, match=name) as told:
         checkpoint.load(damaged.parent)
+    assert str(told.value).startswith(str(damaged)) and "char" not in str(told.value)
     found = checkpoint.newest(tmp_path)
     assert found.step == 10 and str(damaged) in found.skipped[0]
 

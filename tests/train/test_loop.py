@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
 import os
 from pathlib import Path
 
 import pytest
+import torch
 
+from meshwright.comm.blackbox import BlackBox, read
 from meshwright.spec.errors import RunError, UserError
 from meshwright.spec.load import load_run
 from meshwright.spec.run import RunSpec
 from meshwright.train import checkpoint
 from meshwright.train.folders import check_resume
 from meshwright.train.loop import Loop
+from meshwright.train.postmortem import doing
 from meshwright.train.signals import StopFlag
 from meshwright.train.state import Counts
+from meshwright.train.trainer import Totals, Trainer, Update
 
 FIELDS = [
     "model={layers: 1, hidden: 16, heads: 2, kv_heads: 1, ffn: 24}",
@@ -60,6 +67,103 @@ def test_a_run_that_goes_on_counts_its_skips_on(folder, ranks):
     for error, again, _ in ranks.run(2, life, run_of(*diverges, "steps=50"), folder):
         assert "step 4: " in error and "not finite in 3 steps in a row (max_skips=2)" in error
         assert again.skipped == 3 and again.tokens > counts.tokens
+
+
+def test_weights_that_did_not_change_are_not_saved_again(folder, ranks):
+    """Steps 2 and 3 are skipped: step 2 is not due, being step 1 again; the last step always is."""
+    (code, _, said), _ = ranks.run(2, life, run_of("optimizer.lr=1e30", "steps=3", "checkpoint.keep=9"), folder)
+    assert code == 0 and any("step 2 skipped" in line for line in said)
+    assert checkpoint.steps(folder / "run" / "checkpoints") == [1, 3]
+    (code, counts, _), _ = ranks.run(2, life, run_of("steps=5", "max_skips=9", "checkpoint.keep=9"), folder)
+    assert (code, counts.skipped) == (0, 4)
+    assert checkpoint.steps(folder / "run" / "checkpoints") == [1, 3, 5]
+
+
+def spoilt(mesh, run: RunSpec, folder: Path, step: int, rank: int) -> tuple[int | str, Counts, list[str]]:
+    """The same, with a weight that is not finite after `step` on `rank`."""
+    update = Trainer.update
+
+    def spoil(self: Trainer, now: int, totals: Totals) -> Update:
+        done = update(self, now, totals)
+        if now + 1 == step and self.mesh.rank == rank:
+            with torch.no_grad():
+                next(self.model.parameters()).view(-1)[3] = float("nan")
+        return done
+
+    Trainer.update = spoil
+    try:
+        return life(mesh, run, folder)
+    finally:
+        Trainer.update = update
+
+
+def test_weights_that_are_not_finite_are_not_saved(folder, ranks):
+    (error, _, said), _ = ranks.run(2, spoilt, run_of("steps=3"), folder, 3, 0)
+    assert error == (
+        "step 3: model/model.embed_tokens.weight is not finite, so it is not saved; run/checkpoints has steps 1, 2 "
+        "still; give the same command again with a lower optimizer.lr or a longer lr_schedule.warmup"
+    )
+    assert checkpoint.newest(folder / "run" / "checkpoints").step == 2
+    assert not any("step 3: saved" in line for line in said)
+
+
+def unsaved(mesh, run: RunSpec, folder: Path, fails: list[int]) -> tuple[int | str, Counts, list[str]]:
+    """The same on a disk that is full at the steps `fails`."""
+    write = checkpoint._write
+
+    def full(aside: Path, tensors: object, meta: dict, advance: object) -> None:
+        if meta["step"] in fails:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(aside, tensors, meta, advance)
+
+    checkpoint._write = full
+    try:
+        return life(mesh, run, folder)
+    finally:
+        checkpoint._write = write
+
+
+def test_a_run_whose_last_save_failed_has_failed(folder, ranks):
+    (code, _, said), _ = ranks.run(2, unsaved, run_of("steps=3"), folder, [2])
+    assert code == 0 and any("warning: checkpoint of step 2 failed" in line for line in said)
+    (error, _, _), other = ranks.run(2, unsaved, run_of("steps=5"), folder, [5])
+    assert error.startswith("all steps are done, but the last checkpoint is missing: run/checkpoints/step-00000005 ")
+    assert error.endswith("; run/checkpoints has steps 3, 4 still; mend that and give the same command again")
+    assert other[0] == 0
+
+
+def last_words(mesh, run: RunSpec, folder: Path) -> str:
+    os.chdir(folder)
+    with StopFlag() as stop, contextlib.redirect_stdout(io.StringIO()) as out:
+        loop = Loop(run, mesh, stop, quiet=True)
+        assert loop.run() == 0
+        loop.farewell()
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(("every", "said"), [(1, "run/checkpoints"), (0, "none, as checkpoint.every=0 asks")])
+def test_the_farewell_names_only_checkpoints_that_are_there(folder, ranks, every, said):
+    (out,) = ranks.run(1, last_words, run_of("steps=1", f"checkpoint.every={every}", "layout.dp=1"), folder)
+    assert f"checkpoints     {said}\n" in out
+
+
+def notes(mesh, run: RunSpec, folder: Path) -> list[str]:
+    """What the black box says as each step is counted."""
+    os.chdir(folder)
+    mesh.blackbox = BlackBox("box")
+    found = []
+    count = Loop._count
+    with StopFlag() as stop:
+        loop = Loop(run, mesh, stop, quiet=True)
+        loop._count = lambda *args: (found.append(read("box")), count(loop, *args))
+        loop.run()
+    return [doing(record) for record in found]
+
+
+def test_a_step_is_not_taken_for_what_came_before_it(folder, ranks):
+    """A single rank has no collectives, by which notes are known to be old."""
+    (found,) = ranks.run(1, notes, run_of("steps=2", "layout.dp=1"), folder)
+    assert found == ["at step 1, computing", "at step 2, computing"]
 
 
 def damage(step: int) -> None:

@@ -137,6 +137,25 @@ def test_a_run_that_diverges_stops_in_words(folder):
     assert err.count("skipped on all ranks") == 3
 
 
+@pytest.mark.parametrize("how", [">&-", ">/dev/full", "2>&-"])
+def test_streams_that_take_nothing(folder, how):
+    """A run trains whoever listens; what it has to say at its end must reach somebody, or it has failed."""
+    command = f'exec {sys.executable} -m meshwright train "$@" {how}'
+    process = subprocess.Popen(
+        ["sh", "-c", command, "sh", *FIELDS, "steps=2", "layout.dp=2"],
+        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    code, out, err = finish(process)
+    assert checkpoint.newest(folder / "run" / "checkpoints").step == 2
+    assert [line["step"] for line in metrics(folder)] == [1, 2]
+    assert "Traceback" not in err and "internal error" not in err and "OSError" not in err
+    if how == "2>&-":
+        assert (code, err) == (0, "") and "bigrams" in out
+    else:
+        assert code == 1 and "rank 0 failed at step 2, telling the result" in err
+        assert "all steps are done, but standard output cannot be written: " in err
+
+
 def test_a_checkpoint_of_another_model_is_refused_once(folder):
     assert finish(start(folder, "steps=2"))[0] == 0
     code, _, err = finish(start(folder, "steps=3", "model.ffn=32"))

@@ -11,7 +11,7 @@ from typing import Literal
 
 from meshwright.predict.peak import moments
 from meshwright.predict.states import STATES, buffers, states
-from meshwright.spec.batch import micro_batches
+from meshwright.spec.batch import largest_micro
 from meshwright.spec.layout import Layout
 from meshwright.spec.run import RunSpec
 
@@ -47,8 +47,7 @@ def memory(run: RunSpec, layout: Layout, rank: int, device: Device | None = None
     device: by default that of the run; "auto" is taken for an accelerator, since no torch is asked here.
     """
     device = device or ("cpu" if run.device == "cpu" else "cuda")
-    micros = micro_batches(run.batch.sequences, layout.data_ranks, rank, run.batch.micro)
-    sequences = max(len(places) for places in micros)
+    sequences = largest_micro(run.batch.sequences, layout.data_ranks, rank, run.batch.micro)
     fullest = max(moments(run, layout, sequences, cpu=device == "cpu"), key=lambda moment: moment.total)
     always = {
         **states(run, layout),

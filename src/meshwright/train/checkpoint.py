@@ -30,7 +30,7 @@ from meshwright.spec.errors import RunError
 from meshwright.train import tensorfile
 from meshwright.train.folders import former, path, place, steps
 
-__all__ = ["CheckpointError", "Newest", "load", "newest", "path", "save", "set_aside", "steps"]
+__all__ = ["CheckpointError", "Newest", "NotFinite", "load", "newest", "path", "save", "set_aside", "steps"]
 
 TENSORS, META = "tensors.safetensors", "meta.json"
 _ASIDE = re.compile(r"\.saving-(\d+)-.*")  # the process that writes or removes it, and what
@@ -38,6 +38,10 @@ _ASIDE = re.compile(r"\.saving-(\d+)-.*")  # the process that writes or removes 
 
 class CheckpointError(RunError):
     """A checkpoint that could not be written; the former ones are untouched."""
+
+
+class NotFinite(RunError):
+    """Tensors that nobody could go on from are not saved; the former checkpoints are untouched."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +63,10 @@ def save(
     """Write the checkpoint of `step`, then remove all but the newest `keep`.
 
     `meta` must be JSON. Saving a step again replaces it. `advance` is called again and again meanwhile. Raises
-    CheckpointError where the file system refuses (disk full, no permission); what was written of this checkpoint is
-    removed then.
+    CheckpointError where the file system refuses (disk full, no permission), what was written of this checkpoint is
+    removed then; NotFinite, before anything is written, where a tensor is not finite.
     """
+    _check_finite(tensors, advance)
     target = place(folder, step)
     aside = _aside(target)
     try:
@@ -118,6 +123,16 @@ def set_aside(folder: Path, after: int) -> list[int]:
             away = here.with_name(f"superseded-{here.name}-{number}")
         os.rename(here, away)
     return beyond
+
+
+def _check_finite(tensors: Mapping[str, Tensor], advance: Callable[[], None]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and tensor.numel():
+            # NaN spoils both; takes no memory.
+            lowest, highest = torch.aminmax(tensor)
+            if not (torch.isfinite(lowest) and torch.isfinite(highest)):
+                raise NotFinite(f"{name} is not finite")
+        advance()
 
 
 def _aside(target: Path, what: str = "") -> Path:
@@ -190,10 +205,12 @@ def _read_meta(where: Path) -> dict[str, Any]:
         about = json.loads((where / META).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise RunError(f"{where / META} is missing") from error
-    except (OSError, ValueError) as error:
-        raise RunError(f"{where / META} is damaged or cannot be read: {error}") from error
+    except OSError as error:
+        raise RunError(f"{where / META} cannot be read: {(error.strerror or str(error)).lower()}") from error
+    except ValueError as error:
+        raise RunError(f"{where / META} is damaged: it is not what was written") from error
     if not isinstance(about, dict) or about.keys() != {"meta", "bytes", "crc32", "meta_crc32"}:
-        raise RunError(f"{where / META} is damaged: it is no checkpoint's")
+        raise RunError(f"{where / META} is damaged: it is not what was written")
     if about.pop("meta_crc32") != _meta_checksum(about):
         raise RunError(f"{where / META} is damaged: its checksum is not what was written")
     return about

@@ -48,7 +48,8 @@ def run_rank(run: RunSpec, *, quiet: bool = False) -> int:
         loop.leave(code)
         runtime.shutdown()
         if code == OK and loop.lead:
-            # After the others have been let go: nothing here can keep them waiting or fail a run that is done.
+            # After the others have been let go: nothing here can keep them waiting.
+            mesh.blackbox.note("telling the result")
             loop.farewell()
     return code
 
@@ -64,7 +65,7 @@ class Loop:
         self.lead = mesh.rank == 0
         self.progress = Progress(run.steps, quiet=quiet, lead=self.lead)
         mesh.blackbox.note("preparing data")
-        self.prepared = prepare_together(run, mesh.world_group, mesh.device)
+        self.prepared = prepare_together(run, mesh.world_group, mesh.device, self.progress.message)
         self.data = Dataset(self.prepared.train, run.data.seq_len, run.seed)
         self.held_out = self._held_out()
         mesh.blackbox.note("building the model")
@@ -73,6 +74,8 @@ class Loop:
         self.counts = state.Counts()
         self.validation_loss: float | None = None
         self.sample: str | None = None
+        self.saved_updates = 0  # updates in the weights that were saved last, or that this run began with
+        self.not_saved: checkpoint.CheckpointError | None = None  # rank 0's last save, where that failed
 
     # -- start ------------------------------------------------------------------------------------------------
 
@@ -95,6 +98,7 @@ class Loop:
         state.restore(self.trainer, saved, about)
         self._set_aside(after=step)
         self.counts = state.Counts.of(about)
+        self.saved_updates = self.trainer.optimizer.steps
         self.progress.message(f"resumed after step {step} from {self.folder / 'checkpoints'}")
         changes = state.changed_options(self.run_spec, about)
         if about.get("data", self.prepared.key) != self.prepared.key:
@@ -149,6 +153,7 @@ class Loop:
         for step in range(start, self.run_spec.steps):
             began, blocked = time.perf_counter(), self.mesh.ledger.blocked_seconds
             self.mesh.blackbox.step = step + 1
+            self.mesh.blackbox.note("computing")  # where no collective follows, an older note would stand
             totals = self.trainer.accumulate(self.data, step, stop=STOP_VALUES.get(self.stop.requested, 0.0))
             update = self.trainer.update(step, totals)
             self._count(step, totals, update)
@@ -160,6 +165,11 @@ class Loop:
             if stopping and step + 1 < self.run_spec.steps:
                 self.progress.message(f"stopped after step {step + 1}, as asked; the same command goes on from here")
                 return TERMINATED if totals.stop >= STOP_VALUES[signal.SIGTERM] else INTERRUPTED
+        if self.not_saved is not None:
+            raise RunError(
+                f"all steps are done, but the last checkpoint is missing: {self.not_saved}; {self._kept()}; "
+                "mend that and give the same command again"
+            )
         return OK
 
     def _count(self, step: int, totals: Totals, update: Update) -> None:
@@ -223,6 +233,10 @@ class Loop:
         due = stopping or step == self.run_spec.steps or (options.every and step % options.every == 0)
         if not due:
             return
+        updates = self.trainer.optimizer.steps
+        if updates == self.saved_updates and not stopping and step != self.run_spec.steps:
+            return  # steps were skipped: the same weights once more would only push out the checkpoint of others
+        self.saved_updates = updates
         self.mesh.blackbox.note("collecting a checkpoint")
         tensors = state.tensors(self.trainer, keep=self.lead)
         with self.mesh.lead.works("saving a checkpoint") as advance:
@@ -234,12 +248,19 @@ class Loop:
         folder, keep = self.folder / "checkpoints", self.run_spec.checkpoint.keep
         try:
             where = checkpoint.save(folder, step, tensors, about, keep=keep, advance=advance)
+        except checkpoint.NotFinite as error:
+            raise RunError(
+                f"step {step}: {error}, so it is not saved; {self._kept()}; give the same command again with a lower "
+                "optimizer.lr or a longer lr_schedule.warmup"
+            ) from error
         except checkpoint.CheckpointError as error:
             # Training is worth more than this one save; the last whole checkpoint is still there.
             self.progress.message(f"warning: checkpoint of step {step} failed: {error}")
+            self.not_saved = error
             if stopping:
                 raise
         else:
+            self.not_saved = None
             self.progress.message(f"step {step}: saved {where}")
 
     def leave(self, code: int) -> None:
@@ -248,6 +269,12 @@ class Loop:
         if code == OK and self.run_spec.layout.zero == 3 and self.run_spec.model.causal:
             self.mesh.blackbox.note("writing a sample")
             self.sample = self._sample()
+
+    def _kept(self) -> str:
+        there = checkpoint.steps(self.folder / "checkpoints")
+        if not there:
+            return f"there is none in {self.folder / 'checkpoints'}"
+        return f"{self.folder / 'checkpoints'} has step{'s' * (len(there) > 1)} {', '.join(map(str, there))} still"
 
     # -- end --------------------------------------------------------------------------------------------------
 
@@ -275,9 +302,16 @@ class Loop:
                 lines.append(f"bigrams         {baseline:.4f} on the same held-out text, counted on the training text")
         if self.run_spec.model.causal:
             lines += ["sample:", self._sample() if self.sample is None else self.sample]
-        lines.append(f"checkpoints     {self.folder / 'checkpoints'}")
+        folder = self.folder / "checkpoints"
+        lines.append(f"checkpoints     {folder if checkpoint.steps(folder) else 'none, as checkpoint.every=0 asks'}")
         lines.append(f"metrics         {self.folder / 'metrics.jsonl'} (and for TensorBoard in {self.folder})")
-        print("\n".join(lines), file=sys.stdout, flush=True)
+        try:
+            print("\n".join(lines), file=sys.stdout, flush=True)
+        except BrokenPipeError:
+            raise  # a reader that had enough
+        except OSError as error:
+            why = (error.strerror or str(error)).lower()
+            raise RunError(f"all steps are done, but standard output cannot be written: {why}") from None
 
     def _sample(self, length: int = 200) -> str:
         prompt = self.prepared.encode("def ")

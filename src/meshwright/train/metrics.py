@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 FILE = "metrics.jsonl"
+_EVENTS = "events.out.tfevents.*"
 
 
 class Metrics:
@@ -40,8 +41,8 @@ class Metrics:
 
     def __enter__(self) -> Self:
         if self._enabled:
-            self._attempt(self._open_lines)
-            self._attempt(self._open_board)
+            self._attempt(FILE, self._open_lines)
+            self._attempt(_EVENTS, self._open_board)
         return self
 
     def __exit__(
@@ -50,24 +51,25 @@ class Metrics:
         lines, board = self._lines, self._board
         self._lines = self._board = None
         if lines is not None:
-            self._attempt(lines.close)
+            self._attempt(FILE, lines.close)
         if board is not None:
-            self._attempt(board.close)
+            self._attempt(_EVENTS, board.close)
 
     def write(self, step: int, split: str, values: Mapping[str, float | int | None]) -> None:
         """Record `values` of `step` (from 1) under `split`, such as train or validation."""
         if self._lines is not None:
-            self._attempt(lambda: self._write_line(step, split, values))
+            self._attempt(FILE, lambda: self._write_line(step, split, values))
         if self._board is not None:
-            self._attempt(lambda: self._write_board(step, split, values))
+            self._attempt(_EVENTS, lambda: self._write_board(step, split, values))
 
-    def _attempt(self, action: Callable[[], None]) -> None:
+    def _attempt(self, name: str, action: Callable[[], None]) -> None:
         try:
             action()
         except OSError as error:
             if not self._warned:
                 self._warned = True
-                self._warn(f"warning: metrics in {self._path.parent} are incomplete: {error.strerror or error}")
+                why = (error.strerror or str(error)).lower()
+                self._warn(f"warning: {self._path.parent / name} cannot be written, metrics are incomplete: {why}")
 
     # -- metrics.jsonl ------------------------------------------------------------------------------------------
 
