@@ -155,3 +155,22 @@ def test_under_torchrun_it_is_refused(
     assert run(["verify"]) == 2
     assert "verify starts its own ranks; call it without torchrun" in capsys.readouterr().err
     assert "run" not in proof
+
+
+def test_too_many_ranks_are_not_started(proof: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["verify", "--ranks", "1000000"]) == 2
+    said = capsys.readouterr().err
+    assert "1000000 ranks are too many for this machine" in said
+    assert said.endswith(", a smaller layout of the same axes proves as much\n")
+    assert "run" not in proof
+
+
+@pytest.mark.parametrize("option", ["-q", "--json"])
+def test_a_stdout_that_takes_nothing(
+    proof: dict[str, Any], option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        assert run(["verify", option]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1] == "meshwright: failed: standard output cannot be written: no space left on device"

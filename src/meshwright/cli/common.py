@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from meshwright.spec.run import RunSpec
 
 PIPED_WIDTH = 120
+RANKS_PER_CORE = 32  # more than this many on one machine is a slip, not a plan
 
 
 def run_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,6 +79,16 @@ def load(words: Sequence[str], ranks: int | None) -> RunSpec:
     path, overrides = split(words)
     run = load_run(path, overrides)
     return run.model_copy(update={"layout": run.layout.resolve(ranks)})
+
+
+def check_ranks(ranks: int, instead: str) -> None:
+    """Raise UserError, with what would do `instead` of fewer, where this machine cannot reasonably hold `ranks`."""
+    cores = len(os.sched_getaffinity(0))
+    if ranks > RANKS_PER_CORE * cores:
+        raise UserError(
+            f"layout: {ranks} ranks are too many for this machine's {cores} cores; use at most "
+            f"{RANKS_PER_CORE * cores}, {instead}"
+        )
 
 
 def say(*parts: RenderableType) -> None:

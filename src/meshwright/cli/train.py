@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from meshwright.cli.common import console, load, run_options, say
+from meshwright.cli.common import check_ranks, console, load, run_options, say
 from meshwright.comm.place import launched, place
 from meshwright.spec.errors import UserError
 from meshwright.train.lock import locked
 
 if TYPE_CHECKING:
     from meshwright.spec.run import RunSpec
-
-RANKS_PER_CORE = 32  # more than this many on one machine is a slip, not a plan
 
 
 @click.command("train")
@@ -86,13 +84,8 @@ def _be_rank(run: RunSpec, quiet: bool, verbose: bool) -> int:
 
 
 def _launch(run: RunSpec, quiet: bool, verbose: bool, debug: bool) -> int:
-    ranks, cores = run.layout.world, len(os.sched_getaffinity(0))
-    if ranks > RANKS_PER_CORE * cores:
-        raise UserError(
-            f"layout: {ranks} ranks are too many for this machine's {cores} cores; use at most "
-            f"{RANKS_PER_CORE * cores}, or torchrun on more machines; `meshwright predict` needs none"
-        )
-    check_devices(run.device, ranks)
+    check_ranks(run.layout.world, "or torchrun on more machines; `meshwright predict` needs none")
+    check_devices(run.device, run.layout.world)
     folder = Path(run.out)
     check_writable(folder)
     with locked(folder):

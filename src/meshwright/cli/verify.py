@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from meshwright.cli.common import console, load, run_options, say
+from meshwright.cli.common import check_ranks, console, load, run_options, say
 from meshwright.comm.place import launched
 from meshwright.spec.errors import UserError
 from meshwright.spec.exits import ANSWER_NO, OK
@@ -65,6 +65,7 @@ def command(
     run = load(words, ranks)
     if launched():
         raise UserError("verify starts its own ranks; call it without torchrun")
+    check_ranks(run.layout.world, "a smaller layout of the same axes proves as much")
     if not quiet:
         what = "the run's own model" if as_is else f"a small {run.model.family} model"
         say(
