@@ -21,7 +21,7 @@ at any place than backward does there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
@@ -36,6 +36,8 @@ from meshwright.spec.run import LOSS_ROWS, RunSpec
 
 WIDENED = 1 << 22
 """Elements of a gradient that the optimizer widens at once, as in train/optimizer.py."""
+
+NEAR_THE_END = reductions.UNDER_WAY + 2
 
 LINES = ("activations", "logits", "loss workspace", "gathered units", "reductions", "fresh gradients", "temporaries")
 
@@ -102,7 +104,9 @@ def moments(run: RunSpec, layout: Layout, sequences: int, *, cpu: bool) -> Itera
         if run.loss == "full":
             yield step.head()
         yield step.final_norm()
-        for index in reversed(range(run.model.layers)):
+        # Of blocks alike the later one has more saved beside it; only near the ends of the model other lines differ.
+        blocks = range(run.model.layers)
+        for index in sorted({*blocks[:2], *blocks[-NEAR_THE_END:]}, reverse=True):
             yield from step.mlp(index)
             yield step.attention(index)
         yield step.embedding()
@@ -121,6 +125,7 @@ class _Step:
         self.names = list(self.padded)
         self.kept = reductions.kept(run, layout) if cpu else None
         self.rows = saved(run, sequences)
+        self.first = _first_rows(self.rows)
         self.until = [0, *accumulate(row.bytes for row in self.rows)]  # saved by the rows before
         self.hidden = self.tokens * self.spec.hidden * self.size
         self.ffn = self.tokens * self.spec.ffn_width * self.size
@@ -136,7 +141,7 @@ class _Step:
 
     def head(self) -> Moment:
         lines = {
-            "activations": self._saved_before("", exactly=True),
+            "activations": self._saved_before(""),
             "logits": self.tokens * self.spec.vocab * self.size,
             "fresh gradients": self.table,
             "temporaries": self.hidden,
@@ -150,7 +155,7 @@ class _Step:
         return self._moment("final norm", self.names[-1], lines, tied=True)
 
     def mlp(self, index: int) -> Iterator[Moment]:
-        end = self._saved_before(f"{self._block(index + 1)}.", "model.norm", "transformer.ln_f")
+        end = self._saved_before(self._block(index + 1), "model.norm", "transformer.ln_f")
         what, unit = f"MLP of block {index}", f"blocks.{index}"
         last = {
             "activations": end,
@@ -213,9 +218,15 @@ class _Step:
     def _block(self, index: int) -> str:
         return f"model.layers.{index}" if self.llama else f"transformer.h.{index}"
 
-    def _saved_before(self, *wheres: str, exactly: bool = False) -> int:
-        """Bytes saved before the first row of a module whose name is, or begins with, one of `wheres`."""
-        for index, row in enumerate(self.rows):
-            if row.where in wheres if exactly else row.where.startswith(wheres):
-                return self.until[index]
-        return self.until[-1]
+    def _saved_before(self, *modules: str) -> int:
+        """Bytes saved before the first row that lies in one of the modules; "" is what lies in none."""
+        return self.until[min(self.first.get(module, len(self.rows)) for module in modules)]
+
+
+def _first_rows(rows: Sequence[activations.Saved]) -> dict[str, int]:
+    """For each module that a row lies in, however deep, the first such row."""
+    first: dict[str, int] = {}
+    for index, row in enumerate(rows):
+        for inside in accumulate(row.where.split("."), "{}.{}".format):
+            first.setdefault(inside, index)
+    return first
