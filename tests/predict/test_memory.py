@@ -12,7 +12,7 @@ from meshwright.predict import activations
 from meshwright.predict.memory import memory
 from meshwright.predict.params import buffer_count, count
 from meshwright.predict.peak import loss_workspace, moments
-from meshwright.predict.reductions import kept, on_their_way
+from meshwright.predict.reductions import kept, on_their_way, wholes
 from meshwright.predict.states import states
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec, RopeScaling
@@ -198,11 +198,11 @@ def test_only_the_cpu_keeps_copies_for_reductions() -> None:
     assert kept(run, one) == 2 * block
     assert memory(run, one, 0, "cuda").categories["reductions"] == 0
     assert memory(run, one, 0, "cpu").categories["reductions"] == kept(run, one) > 0
-    assert on_their_way(run, one, unit=1) == 0
+    assert on_their_way(run, one, wholes(run, one), 2) == 0
     # Backward is in the first of two blocks: its gradients fill, those of the other block and of the head travel.
     head = 4 * (33 * 16 + 16)
-    assert on_their_way(run, two, unit=1) == 2 * block + head
-    assert on_their_way(run, two, unit=3) == head
+    assert on_their_way(run, two, wholes(run, two), 2) == 2 * block + head
+    assert on_their_way(run, two, wholes(run, two), 0) == head
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

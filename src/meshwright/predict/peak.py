@@ -21,7 +21,7 @@ at any place than backward does there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
@@ -36,8 +36,6 @@ from meshwright.spec.run import LOSS_ROWS, RunSpec
 
 WIDENED = 1 << 22
 """Elements of a gradient that the optimizer widens at once, as in train/optimizer.py."""
-
-NEAR_THE_END = reductions.UNDER_WAY + 2
 
 LINES = ("activations", "logits", "loss workspace", "gathered units", "reductions", "fresh gradients", "temporaries")
 
@@ -104,9 +102,7 @@ def moments(run: RunSpec, layout: Layout, sequences: int, *, cpu: bool) -> Itera
         if run.loss == "full":
             yield step.head()
         yield step.final_norm()
-        # Of blocks alike the later one has more saved beside it; only near the ends of the model other lines differ.
-        blocks = range(run.model.layers)
-        for index in sorted({*blocks[:2], *blocks[-NEAR_THE_END:]}, reverse=True):
+        for index in reversed(range(run.model.layers)):
             yield from step.mlp(index)
             yield step.attention(index)
         yield step.embedding()
@@ -123,10 +119,15 @@ class _Step:
         self.wide = max(self.size, 4)
         self.padded = padded(run, layout)
         self.names = list(self.padded)
+        self.place = {name: place for place, name in enumerate(self.names)}
         self.kept = reductions.kept(run, layout) if cpu else None
-        self.rows = saved(run, sequences)
-        self.first = _first_rows(self.rows)
-        self.until = [0, *accumulate(row.bytes for row in self.rows)]  # saved by the rows before
+        self.wholes = reductions.wholes(run, layout)
+        self.begins: dict[str, int] = {}  # by module, also one around: saved when forward first comes to it
+        self.until = 0  # saved in all
+        for row in saved(run, sequences):
+            for around in accumulate(row.where.split("."), "{}.{}".format):
+                self.begins.setdefault(around, self.until)
+            self.until += row.bytes
         self.hidden = self.tokens * self.spec.hidden * self.size
         self.ffn = self.tokens * self.spec.ffn_width * self.size
         self.scores = sequences * self.spec.heads * run.data.seq_len**2 * self.wide
@@ -137,7 +138,7 @@ class _Step:
         workspace = loss_workspace(self.spec, tokens=self.tokens, dtype_bytes=self.size, loss=self.run.loss)
         by_step = self.layout.zero_gather == "step"
         stay = [name for name in self.names if by_step or name in ("tied", self.names[-1])]
-        return self._moment("loss", self.names[-1], {"activations": self.until[-1], **workspace}, gathered=stay)
+        return self._moment("loss", self.names[-1], {"activations": self.until, **workspace}, gathered=stay)
 
     def head(self) -> Moment:
         lines = {
@@ -194,7 +195,7 @@ class _Step:
         self, what: str, unit: str, lines: dict[str, int], *, gathered: list[str] | None = None, tied: bool = False
     ) -> Moment:
         """tied: whether a tied weight's gradient from the head waits for the embedding's."""
-        place = self.names.index(unit)
+        place = self.place[unit]
         names = self._gathered(place) if gathered is None else gathered
         found = dict.fromkeys(LINES, 0) | lines
         if self.layout.zero == 3:
@@ -202,7 +203,10 @@ class _Step:
         if self.kept is not None:
             found["reductions"] = self.kept
         else:
-            found["reductions"] = reductions.on_their_way(self.run, self.layout, None if what == "loss" else place)
+            left = len(self.names) - 1 - place
+            found["reductions"] = reductions.on_their_way(
+                self.run, self.layout, self.wholes, None if what == "loss" else left
+            )
         if tied and "tied" in self.names:
             found["fresh gradients"] += self.table
         return Moment(what, found)
@@ -212,21 +216,12 @@ class _Step:
         micros = micro_steps(self.run.batch.sequences, self.layout.data_ranks, self.run.batch.micro)
         if self.layout.zero_gather == "step":
             return self.names if micros > 1 else self.names[: place + 1]
-        near = range(max(place - self.layout.zero_ahead, 0), place + 1)
-        return [n for i, n in enumerate(self.names) if n == "tied" or (i in near and n != "embedding")]
+        near = self.names[max(place - self.layout.zero_ahead, 0) : place + 1]
+        return [name for name in dict.fromkeys(("tied", *near)) if name in self.place and name != "embedding"]
 
     def _block(self, index: int) -> str:
         return f"model.layers.{index}" if self.llama else f"transformer.h.{index}"
 
     def _saved_before(self, *modules: str) -> int:
-        """Bytes saved before the first row that lies in one of the modules; "" is what lies in none."""
-        return self.until[min(self.first.get(module, len(self.rows)) for module in modules)]
-
-
-def _first_rows(rows: Sequence[activations.Saved]) -> dict[str, int]:
-    """For each module that a row lies in, however deep, the first such row."""
-    first: dict[str, int] = {}
-    for index, row in enumerate(rows):
-        for inside in accumulate(row.where.split("."), "{}.{}".format):
-            first.setdefault(inside, index)
-    return first
+        """Bytes saved before forward comes to the first of `modules` that saves anything."""
+        return next((self.begins[module] for module in modules if module in self.begins), self.until)

@@ -8,6 +8,7 @@ copy, and what was lent once is kept for the next time, so that it is there in t
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from meshwright.predict.states import gradient_bytes, padded, reduce_bytes, shards
@@ -23,34 +24,33 @@ def kept(run: RunSpec, layout: Layout) -> int:
     """Bytes of the buffers that a rank on the CPU keeps for reductions, once a few steps have gone by."""
     pool = _Pool()
     micros = micro_steps(run.batch.sequences, layout.data_ranks, run.batch.micro) if layout.zero >= 2 else 1
+    order = wholes(run, layout)
     for _ in range(3):
         under_way: deque[list[int]] = deque()
-        for _ in range(min(micros, 3)):  # later ones find what these left
+        for _ in range(min(micros, 2)):
             while under_way:  # backward begins by ending what the last one left
                 pool.give(under_way.popleft())
-            for size in _sizes(run, layout):
+            for size in order:
                 _reduce(run, layout, size, pool, under_way)
         while under_way:
             pool.give(under_way.popleft())
     return sum(pool.free)
 
 
-def on_their_way(run: RunSpec, layout: Layout, unit: int | None) -> int:
-    """Bytes lent on an accelerator while backward is in the unit `unit`, a place in the order of forward.
+def on_their_way(run: RunSpec, layout: Layout, order: Sequence[int], place: int | None) -> int:
+    """Bytes lent on an accelerator while backward is in the unit at `place` of `order`, the `wholes`.
 
     None: before its first gradient, where the last micro-batch's last reductions may still be under way.
     """
-    order = _sizes(run, layout)
-    if unit is None:
+    if place is None:
         again = layout.zero >= 2 and micro_steps(run.batch.sequences, layout.data_ranks, run.batch.micro) > 1
         return sum(order[-UNDER_WAY:]) if again else 0
     if layout.zero < 2 and reduce_bytes(run) == gradient_bytes(run):
         return 0
-    place = len(order) - 1 - unit
     return sum(order[max(place - UNDER_WAY, 0) : place + (layout.zero >= 2)])
 
 
-def _sizes(run: RunSpec, layout: Layout) -> list[int]:
+def wholes(run: RunSpec, layout: Layout) -> list[int]:
     """Bytes of each unit's whole gradients in the dtype of the reduction, in the order of backward."""
     return [size * reduce_bytes(run) for size in reversed(padded(run, layout).values())]
 
