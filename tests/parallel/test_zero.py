@@ -256,6 +256,92 @@ def test_a_weight_used_outside_its_module_is_refused(ranks, stage, words):
         assert words in said
 
 
+def filled_after_a_forward(mesh):
+    sharded = shard(module(Tied), mesh, 3)
+    sharded.module(inputs(0, 0))  # with gradients and no backward: tied and last units stay
+    sharded.fill(lambda piece, local: local.fill_(0.25))
+    return sharded.module(inputs(0, 0)).item()
+
+
+def test_no_unit_outlives_a_change_of_its_shards(ranks):
+    plain = module(Tied)
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.fill_(0.25)
+    assert ranks.run(2, filled_after_a_forward) == [plain(inputs(0, 0)).item()] * 2
+
+
+def given_up(mesh, stage):
+    """A step that nobody finishes, and a whole one after it."""
+    sharded = shard(module(Tied), mesh, stage)
+    sharded.begin()
+    sharded.micro(0, last=False)
+    sharded.module(inputs(mesh.rank, 5)).backward()
+    sharded.end_micro()
+    sharded.micro(1, last=True)
+    sharded.module(inputs(mesh.rank, 6)).backward()
+    step(sharded, [inputs(mesh.rank, 0)])
+    return {placement.name: gradient.clone() for placement, gradient in sharded.named_gradients()}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_given_up_leaves_nothing_behind(ranks, stage):
+    expected = expected_gradients(Tied, 2, 1, 1)
+    for found in ranks.run(2, given_up, stage):
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_second_backward_in_a_micro_batch_is_refused(stage):
+    sharded = single(module(), stage)
+    sharded.begin()
+    sharded.micro(last=True)
+    first, second = sharded.module(inputs(0, 0)), sharded.module(inputs(0, 1))
+    first.backward()
+    with pytest.raises(UserError, match="a second backward in one micro-batch"):
+        second.backward()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_backward_that_nobody_announced_is_refused(stage):
+    sharded = single(module(), stage)
+    sharded.begin()
+    with pytest.raises(UserError, match="a backward outside a micro-batch"):
+        sharded.module(inputs(0, 0)).backward()
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_last_micro_batch_that_nobody_announced_is_noticed(stage):
+    sharded = single(module(), stage)
+    sharded.begin()
+    sharded.micro(last=False)
+    sharded.module(inputs(0, 0)).backward()
+    sharded.end_micro()
+    with pytest.raises(AssertionError, match="was not announced"):
+        list(sharded.finish())
+
+
+def evaluated_in_between(mesh):
+    """An evaluation between a forward and its backward."""
+    sharded = shard(module(Tied), mesh, 3)
+    sharded.begin()
+    sharded.micro(last=True)
+    loss = sharded.module(inputs(mesh.rank, 0))
+    with torch.no_grad():
+        sharded.module(inputs(mesh.rank, 9))
+    loss.backward()
+    list(sharded.finish())
+    return {placement.name: gradient.clone() for placement, gradient in sharded.named_gradients()}
+
+
+def test_an_evaluation_between_forward_and_backward_does_no_harm(ranks):
+    expected = expected_gradients(Tied, 2, 1, 1)
+    for found in ranks.run(2, evaluated_in_between):
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-12)
+
+
 # -- who holds what at stage 3 ---------------------------------------------------------------------------------------
 
 

@@ -38,7 +38,8 @@ def test_the_ranks_are_not_gone_through_one_by_one(monkeypatch: pytest.MonkeyPat
     asked: list[int] = []
     plain = memory
     monkeypatch.setattr(
-        "meshwright.predict.report.memory", lambda run, layout, rank: asked.append(rank) or plain(run, layout, rank)
+        "meshwright.predict.report.memory",
+        lambda run, layout, rank, device: asked.append(rank) or plain(run, layout, rank, device),
     )
     for sequences, ranks, expected in ((7, 1000, [0, 7]), (7, 3, [0, 1]), (6, 3, [0]), (5, 3, [0, 2])):
         asked.clear()

@@ -199,6 +199,18 @@ def test_a_checkpoint_fits_other_precisions_with_masters_of_its_dtype():
         state.restore(alone(run_of(LLAMA, 1, precision="float64")), saved, about)
 
 
+def test_a_loss_scale_goes_on_only_where_there_was_one():
+    wide, half = alone(run_of(LLAMA, 1)), alone(run_of(LLAMA, 1, precision="fp16"))
+    half.scale.value, half.scale.good_steps = 8.0, 5
+    of_wide, of_half = (state.meta(trainer, 1, state.Counts()) for trainer in (wide, half))
+    for about, precision, expected in (
+        (of_wide, "fp16", LossScale.of("fp16")), (of_half, "fp16", LossScale(8.0, True, 5)), (of_half, "bf16", LossScale())
+    ):  # fmt: skip
+        other = alone(run_of(LLAMA, 1, precision=precision))
+        state.restore(other, snapshot(wide), about)
+        assert other.scale == expected
+
+
 def test_a_checkpoint_fits_every_stage(ranks):
     run = run_of(GPT2, 2, 3, precision="float64")
     expected = ranks.run(2, train, run, 3)[0]

@@ -6,6 +6,8 @@ import functools
 
 import pytest
 
+from meshwright.predict.states import padded
+from meshwright.predict.traffic import traffic
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec, RopeScaling
 from meshwright.spec.run import Batch, Data, LrSchedule, Optimizer, RunSpec
@@ -169,6 +171,19 @@ def test_precisions(ranks, zero, precision):
     report = prove(ranks, run)
     assert report.passed, report.findings
     assert report.worst > 1e-10
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize(
+    "precision", [{"grad_dtype": "bf16", "reduce_dtype": "fp32"}, {"reduce_dtype": "bf16"}], ids=str
+)
+def test_hybrid_sharding_reduces_in_its_dtype_across_groups_too(ranks, zero, precision):
+    run = make_run(GPT2, dp=4, sequences=7, layout={"zero": zero, "zero_shard": 2}, precision="bf16", **precision)
+    report = prove(ranks, run)
+    assert report.passed, report.findings
+    size = {"fp32": 4, "bf16": 2}[run.reduce_dtype]
+    (row,) = (row for row in traffic(run, run.layout) if row.key.reason == "zero.replicas")
+    assert row.payload == size * sum(n // 2 for n in padded(run, run.layout).values())
 
 
 def test_dropout_does_not_know_the_layout(ranks):

@@ -62,11 +62,12 @@ class Pending:
             if self._finish is not None:
                 self._finish()
         except RuntimeError as exc:
+            # The buffers stay: where one rank is gone, messages of the others may still arrive in them.
             raise failed(self._call, exc) from exc
         finally:
-            call, self._call = self._call, None
-            self._work, self._buffers, self._finish = None, (), None
             group.ledger.blocked(time.perf_counter() - started)
+        call, self._call = self._call, None
+        self._work, self._buffers, self._finish = None, (), None
         group.blackbox.leave()
         if group.checker is not None:
             group.checker.after(call)

@@ -82,6 +82,10 @@ class Residency:
         if not keep:
             self.free_all()
 
+    def forget(self, unit: Unit) -> None:
+        """Free one unit, whose shards have changed."""
+        self._free(self.stays[unit])
+
     def free_all(self) -> None:
         for stay in self._order:
             self._free(stay)
@@ -111,9 +115,11 @@ class Residency:
                 if not following.used:
                     self._ask(following)
         self._await(stay)
-        stay.used = True
+        stay.used = stay.used or torch.is_grad_enabled()  # an evaluation in between must not hide a use elsewhere
 
     def _leave(self, stay: Stay, module: nn.Module, _: Any, output: Any) -> None:
+        if output is None:
+            return  # it failed, perhaps in a gather that still writes
         stay.left.add(module)
         training = torch.is_grad_enabled()
         if training:
@@ -130,7 +136,6 @@ class Residency:
     def _forward_ends(self, *_: Any) -> None:
         for stay in self._order:
             stay.left.clear()
-            stay.used = stay.used and torch.is_grad_enabled()
         if not (torch.is_grad_enabled() or self._backward or self._keep_forward):
             self.free_all()
 

@@ -74,6 +74,7 @@ class Sharded:
     shards' `master` weights are updated, `publish` of each unit. After `finish` the units' `gradient_shard`s are the
     sums over all data ranks and micro-batches. At stage 3 every rank must run every micro-batch, with no valid token if
     it has none, and use the same modules in it; below, a rank without one may leave out its forward and backward.
+    A weight may be used in the forward of the module that owns it only: elsewhere it may not be there yet.
     """
 
     def __init__(
@@ -112,10 +113,17 @@ class Sharded:
     # -- a step -----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Forget the last step's gradients."""
+        """Forget the last step's gradients, also those of a step that was given up in the middle."""
         for parameter in self._parameters.values():
             parameter.grad = None
+        if self._residency is not None:
+            self._residency.end()
+        self._reduces = False
         for unit in self._order:
+            self._settle(unit)
+            if self.stage >= 2 and unit.gradients is not None:
+                self.group.scratch.give(unit.gradients)
+                unit.gradients = None
             unit.arrived = [False] * len(unit.members)
             unit.summed = False
         self._next = len(self._order)
@@ -151,6 +159,8 @@ class Sharded:
         Exhaust it: the caller works on the units that are there while the others are still on the wire.
         """
         self.end_micro()
+        begun = all(unit.reduction is not None or unit.summed for unit in self._order)
+        assert begun, "the step's last micro-batch was not announced: call micro(last=True) before its forward"
         self.settle()  # of units that no forward here has used, before an update writes to them
         if self.replicas is not None:
             yield from self._across_replicas(self.replicas)
@@ -169,6 +179,8 @@ class Sharded:
             unit.gather = self.group.all_gather(
                 unit.parameters, unit.parameter_shard, reason="zero.gather", phase="step", async_=True
             )
+        elif self._residency is not None:
+            self._residency.forget(unit)  # a forward without a backward may have left the former values there
 
     def settle(self) -> None:
         """Wait for the gathers under way, so that whoever reads the parameters now reads updated ones."""
@@ -261,7 +273,8 @@ class Sharded:
 
         def arrived(parameter: Tensor) -> None:
             gradient = parameter.grad
-            assert gradient is not None
+            assert gradient is not None and not gradient.requires_grad, "backward(create_graph=True) is not supported"
+            self._check_announced(unit)
             self._check_used(unit, member)
             if unit.gradients is None:
                 self._lend(unit)
@@ -289,6 +302,12 @@ class Sharded:
         while self._next < len(self._order) and self._order[self._next].missing == 0:
             self._reduce(self._order[self._next])
             self._next += 1
+
+    def _check_announced(self, unit: Unit) -> None:
+        if self._reduces and unit.missing == 0:
+            raise UserError("zero: a second backward in one micro-batch; add the losses up, or make it a micro-batch")
+        if self.stage >= 2 and not self._reduces:
+            raise UserError(f"zero={self.stage}: a backward outside a micro-batch; call micro() before its forward")
 
     def _check_used(self, unit: Unit, member: Member) -> None:
         if self._residency is not None:
@@ -382,13 +401,20 @@ class Sharded:
 
     def _across_replicas(self, replicas: Group) -> Iterator[Unit]:
         """Hybrid sharding: once a step, sum the shards over the groups that hold the same ones."""
-        pending: list[tuple[Unit, Pending]] = []
+        pending: list[tuple[Unit, Tensor, Pending]] = []
         for unit in self._order:
             self._settle(unit)
             wire = unit.gradient_shard
-            pending.append((unit, replicas.all_reduce(wire, reason="zero.replicas", phase="backward", async_=True)))
-        for unit, sum_ in pending:
+            if unit.reduce_dtype != wire.dtype:
+                wire = self._take(wire.numel(), unit.reduce_dtype)
+                wire.copy_(unit.gradient_shard)
+            sum_ = replicas.all_reduce(wire, reason="zero.replicas", phase="backward", async_=True)
+            pending.append((unit, wire, sum_))
+        for unit, wire, sum_ in pending:
             sum_.wait()
+            if wire.dtype != unit.gradient_shard.dtype:
+                unit.gradient_shard.copy_(wire)
+                self.group.scratch.give(wire)
             yield unit
 
     # -- updated parameters arrive under the next forward (stages 1 and 2) ------------------------------------------
@@ -400,7 +426,7 @@ class Sharded:
             unit.gather = None
 
     def _settle_unless_training(self, *_: object) -> None:
-        # In training a weight used elsewhere than in its module is noticed by its gradient; here nothing would.
+        # In training a weight used elsewhere and not in its module is noticed by its gradient; here nothing would.
         if not torch.is_grad_enabled():
             self.settle()
 

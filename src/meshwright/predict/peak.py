@@ -97,7 +97,7 @@ def loss_workspace(
 def moments(run: RunSpec, layout: Layout, sequences: int, *, cpu: bool) -> Iterator[Moment]:
     """Those of a micro-batch of `sequences` sequences and of the update after it, on the CPU or an accelerator."""
     step = _Step(run, layout, sequences, cpu)
-    if sequences or (layout.zero == 3 and layout.data_ranks > 1):
+    if sequences or (layout.zero == 3 and shards(layout) > 1):
         yield step.loss()
         if run.loss == "full":
             yield step.head()

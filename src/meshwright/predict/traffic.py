@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from meshwright.predict.states import DTYPE_BYTES, gradient_bytes, padded, reduce_bytes, shards
+from meshwright.predict.states import DTYPE_BYTES, padded, reduce_bytes, shards
 from meshwright.spec.batch import micro_steps
+from meshwright.spec.errors import UserError
 from meshwright.spec.layout import Layout
 from meshwright.spec.run import RunSpec
 from meshwright.spec.traffic import Operation, Phase, TrafficKey, TrafficRow, wire_bytes
 
 METRICS_BYTES = 3 * 8  # loss sum, valid tokens, stop flag: float64 in every precision, so that counts stay exact
+MOST_MICROS = 10_000  # micro-batches with rows of their own
 NORM_BYTES = 8  # the sum of the squared gradients, float64
 
 
@@ -30,6 +32,11 @@ def _zero(run: RunSpec, layout: Layout) -> Iterator[TrafficRow | None]:
     forward stays for backward, a tied one from its first use on, and backward never reads an embedding.
     """
     ranks, micros = layout.data_ranks, micro_steps(run.batch.sequences, layout.data_ranks, run.batch.micro)
+    if layout.zero >= 2 and micros > MOST_MICROS:
+        raise UserError(
+            f"batch: {micros:,} micro-batches a step, each with reductions of its own at zero={layout.zero}; "
+            f"at most {MOST_MICROS:,}: use a larger batch.micro, or fewer batch.sequences"
+        )
     units = padded(run, layout)
     parameters = {name: size * DTYPE_BYTES[run.precision] for name, size in units.items()}
     gradients = [size * reduce_bytes(run) for size in units.values()]
@@ -43,7 +50,7 @@ def _zero(run: RunSpec, layout: Layout) -> Iterator[TrafficRow | None]:
         for micro in range(micros):
             yield _row("reduce_scatter", inner, cut, "zero.reduce", "backward", gradients, micro)
     if layout.zero and cut < ranks:
-        shard = [size // cut * gradient_bytes(run) for size in units.values()]
+        shard = [size // cut * reduce_bytes(run) for size in units.values()]
         yield _row("all_reduce", "dp.outer", ranks // cut, "zero.replicas", "backward", shard)
     if layout.zero in (1, 2):
         yield _row("all_gather", inner, cut, "zero.gather", "step", list(parameters.values()))
@@ -56,7 +63,7 @@ def _zero(run: RunSpec, layout: Layout) -> Iterator[TrafficRow | None]:
             if not by_step:
                 yield _row("all_gather", inner, cut, "zero.gather", "backward", again, micro)
     if layout.zero:
-        yield _row("all_reduce", inner, cut, "step.norm", "step", [NORM_BYTES])
+        yield _row("all_reduce", "dp", ranks, "step.norm", "step", [NORM_BYTES])
 
 
 def total_wire(rows: Iterable[TrafficRow]) -> float:

@@ -143,6 +143,11 @@ class RunSpec(Part):
         if self.grad_dtype != "auto" and self.grad_dtype not in allowed[self.precision]:
             right = " or ".join(("auto", *allowed[self.precision]))
             raise ValueError(f"grad_dtype={self.grad_dtype} does not go with precision={self.precision}; use {right}")
+        if self.precision == "fp16" and self.loss == "chunked":
+            raise ValueError(
+                "loss=chunked does not go with precision=fp16: it makes gradients before the loss scale lifts them; "
+                "use loss=full, or precision=bf16"
+            )
         if self.reduce_dtype != "auto" and self.precision == "float64":
             raise ValueError("reduce_dtype does not go with precision=float64, which is for proofs; use auto")
         if self.model.family == "gpt2" and self.data.seq_len > self.model.max_seq:

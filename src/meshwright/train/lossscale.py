@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 START = 2.0**6
 """The loss is a sum over tokens: at 1,024 tokens in a micro-batch this is what 2¹⁶ is to a mean."""
+FLOOR = 2.0**-16  # many tokens' gradients summed in float16 may need less than 1
 GROWTH_INTERVAL = 2000  # good steps before the scale is doubled
 
 
@@ -35,7 +36,7 @@ class LossScale:
                 self.value, self.good_steps = self.value * 2, 0
             return False
         self.good_steps = 0
-        if self.value <= 1.0:
+        if self.value <= FLOOR:
             return False
         self.value /= 2
         return True

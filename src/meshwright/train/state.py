@@ -84,7 +84,8 @@ def restore(trainer: Trainer, saved: Mapping[str, Tensor], about: Mapping[str, A
     for piece, kind, local in trainer.optimizer.pieces():
         local.copy_(run_of(kind, piece))
     trainer.optimizer.set_steps(about["updates"])
-    trainer.scale.value, trainer.scale.good_steps = about["loss_scale"]
+    if trainer.scale.dynamic and about["run"]["precision"] == trainer.run.precision:
+        trainer.scale.value, trainer.scale.good_steps = about["loss_scale"]
 
 
 def check_same_model(run: RunSpec, about: Mapping[str, Any]) -> None:

@@ -170,10 +170,14 @@ class Trainer:
                 norms.append(torch.linalg.vector_norm(gradient, dtype=wide).double())
         squares = torch.stack(norms).square_().sum() if norms else torch.zeros((), dtype=torch.float64)
         squares = squares.to(self.mesh.device)
+        replicas = 1
         if self.sharded.stage:
-            # Each rank has the sums of its own shard; groups that hold the same shards get the same total.
-            self.sharded.group.all_reduce(squares, reason="step.norm", phase="step")
-        return math.sqrt(float(squares))
+            # Each rank has the sums of its own shard. Over all ranks, also those that hold the same shards, so that
+            # all have the same bits and decide alike.
+            group = self.mesh.group("dp")
+            group.all_reduce(squares, reason="step.norm", phase="step")
+            replicas = group.size // self.sharded.group.size
+        return math.sqrt(float(squares) / replicas)
 
 
 def _options(run: RunSpec) -> zero.Options:
