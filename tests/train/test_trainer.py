@@ -16,7 +16,7 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import Batch, Data, LrSchedule, Optimizer, RunSpec
 from meshwright.train import state
-from meshwright.train.lossscale import GROWTH_INTERVAL, LossScale
+from meshwright.train.lossscale import FLOOR, GROWTH_INTERVAL, LossScale
 from meshwright.train.trainer import Trainer
 from meshwright.verify.unequal import UnequalData
 
@@ -203,8 +203,9 @@ def test_a_loss_scale_goes_on_only_where_there_was_one():
     wide, half = alone(run_of(LLAMA, 1)), alone(run_of(LLAMA, 1, precision="fp16"))
     half.scale.value, half.scale.good_steps = 8.0, 5
     of_wide, of_half = (state.meta(trainer, 1, state.Counts()) for trainer in (wide, half))
+    same = LossScale(8.0, True, 5)
     for about, precision, expected in (
-        (of_wide, "fp16", LossScale.of("fp16")), (of_half, "fp16", LossScale(8.0, True, 5)), (of_half, "bf16", LossScale())
+        (of_wide, "fp16", LossScale.of("fp16")), (of_half, "fp16", same), (of_half, "bf16", LossScale())
     ):  # fmt: skip
         other = alone(run_of(LLAMA, 1, precision=precision))
         state.restore(other, snapshot(wide), about)
@@ -287,7 +288,7 @@ def test_a_good_run_of_steps_doubles_the_scale():
     assert scale.value == 2 * start
     assert scale.after(finite=False)
     assert (scale.value, scale.good_steps) == (start, 0)
-    scale.value = 1.0
+    scale.value = FLOOR
     assert not scale.after(finite=False)  # nothing is left to lower: the step is bad in itself
     assert not LossScale.of("bf16").after(finite=False)
 

@@ -43,8 +43,16 @@ def scaled_by_dp(mesh):
 
 
 def unit_never_reduced(mesh):
+    """It counts as reduced, and each rank goes on with its own gradients of it."""
     reduce = Sharded._reduce
-    return mock.patch.object(Sharded, "_reduce", lambda self, unit: unit.name == "blocks.1" or reduce(self, unit))
+
+    def wrong(self, unit):
+        if unit.name == "blocks.1":
+            unit.summed = True
+        else:
+            reduce(self, unit)
+
+    return mock.patch.object(Sharded, "_reduce", wrong)
 
 
 def copy_perturbed(mesh):
@@ -107,7 +115,10 @@ def reduced_too_early(mesh):
         reduce(self, unit)
         unit.reduction.pending.wait()
 
-    return mock.patch.multiple(Sharded, micro=wrong, _reduce=at_once)
+    def unguarded(self, unit):  # the last gradient comes when its unit seems to have them all
+        pass
+
+    return mock.patch.multiple(Sharded, micro=wrong, _reduce=at_once, _check_announced=unguarded)
 
 
 def norm_of_one_unit(mesh):
