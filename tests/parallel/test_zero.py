@@ -438,7 +438,7 @@ def test_stage_3_keeps_values_without_holding_whole_parameters():
 def shards(mesh, stage):
     sharded = shard(module(), mesh, stage)
     return [
-        (unit.padded, [(p.placement.name, p.start, p.stop, p.offset) for p in unit.pieces()], list(unit.segments()))
+        (unit.padded, [(p.placement.name, p.start, p.stop, p.offset) for p in unit.pieces], list(unit.segments))
         for unit in sharded.units
     ]
 

@@ -9,8 +9,8 @@ does not care where a parameter begins, so each rank holds at most two runs that
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -133,7 +133,8 @@ class Unit:
         self.summed = False  # whether `gradient_shard` has a sum of this step
         self.gather: Pending | None = None  # of updated `parameters`, under way (stages 1 and 2)
 
-    def pieces(self) -> list[Piece]:
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
         """The parts of members that lie in this rank's shard, in order."""
         end = self.start + self.parameter_shard.numel()
         found = []
@@ -141,16 +142,16 @@ class Unit:
             first, last = max(member.start, self.start), min(member.stop, end)
             if first < last:
                 found.append(Piece(member.placement, first - member.start, last - member.start, first - self.start))
-        return found
+        return tuple(found)
 
-    def segments(self) -> Iterator[Segment]:
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
         """The decayed run of the shard and the other, where not empty; without padding."""
         runs: dict[bool, tuple[int, int]] = {}
-        for piece in self.pieces():
+        for piece in self.pieces:
             start, _ = runs.get(piece.placement.decay, (piece.offset, 0))
             runs[piece.placement.decay] = (start, piece.offset + piece.stop - piece.start)
-        for decay, (start, stop) in runs.items():
-            yield Segment(decay, start, stop)
+        return tuple(Segment(decay, start, stop) for decay, (start, stop) in runs.items())
 
 
 @dataclass

@@ -198,7 +198,7 @@ class Sharded:
     def fill(self, value: Callable[[Piece, Tensor], None]) -> None:
         """Let `value(piece, flat tensor)` write each piece of the master shards in place, then publish them all."""
         for unit in self.units:
-            for piece in unit.pieces():
+            for piece in unit.pieces:
                 value(piece, piece.of(unit.master))
             self.publish(unit)
         self.settle()
@@ -243,7 +243,7 @@ class Sharded:
         originals = {p.name: self.module.get_parameter(p.name) for p in plan.placements}
         dtype = next(iter(originals.values())).dtype
         unit = Unit(plan, self.stage, self.group.size, self.group.rank, dtype, self.options.precision, self.device)
-        for piece in unit.pieces():
+        for piece in unit.pieces:
             original = originals[piece.placement.name]
             if original.device.type != "meta":
                 piece.of(unit.master).copy_(original.detach().flatten()[piece.start : piece.stop])
@@ -270,6 +270,7 @@ class Sharded:
     def _arrival(self, unit: Unit, index: int) -> Callable[[Tensor], None]:
         """A hook that autograd calls when it has accumulated a gradient of this backward into a parameter."""
         member = unit.members[index]
+        lasting = None if unit.gradients is None else member.of(unit.gradients)
 
         def arrived(parameter: Tensor) -> None:
             gradient = parameter.grad
@@ -279,7 +280,7 @@ class Sharded:
             if unit.gradients is None:
                 self._lend(unit)
                 assert unit.gradients is not None
-            view = member.of(unit.gradients)
+            view = member.of(unit.gradients) if lasting is None else lasting
             if not unit.arrived[index]:
                 # One copy into the buffer, where zeroing it beforehand and adding would pass over the memory twice.
                 view.copy_(gradient)

@@ -39,7 +39,7 @@ class FlatAdamW:
         self._options = options
         self._step = torch.zeros((), dtype=torch.float32, device=sharded.device)
         self._states = [
-            _State(unit, tuple(unit.segments()), torch.zeros_like(unit.master), torch.zeros_like(unit.master))
+            _State(unit, unit.segments, torch.zeros_like(unit.master), torch.zeros_like(unit.master))
             for unit in sharded.units
             if unit.trainable
         ]
@@ -129,7 +129,7 @@ class FlatAdamW:
     def pieces(self) -> Iterator[tuple[Piece, str, Tensor]]:
         """Each piece of this rank's shards, the moment's kind, and that part of it; 1-dim, a view."""
         for state in self._states:
-            for piece in state.unit.pieces():
+            for piece in state.unit.pieces:
                 for kind in MOMENTS:
                     yield piece, kind, piece.of(getattr(state, kind))
 

@@ -88,7 +88,8 @@ class Trainer:
         micros = micro_batches(self.run.batch.sequences, group.size, group.rank, self.run.batch.micro)
         totals = torch.tensor([0.0, 0.0, stop], dtype=torch.float64, device=self.mesh.device)
         scale = self.scale.value
-        self.model.train()
+        if not self.model.training:  # asking costs nothing, telling every module does
+            self.model.train()
         self.sharded.begin()
         pending = None
         for index, places in enumerate(micros):
@@ -164,7 +165,7 @@ class Trainer:
         """L2 norm of the gradient sums over all parameters; each unit's part while others are still on the wire."""
         norms = []
         for unit in self.sharded.finish():
-            for segment in unit.segments():
+            for segment in unit.segments:
                 gradient = segment.of(unit.gradient_shard)
                 wide = torch.promote_types(gradient.dtype, torch.float32)
                 norms.append(torch.linalg.vector_norm(gradient, dtype=wide).double())
