@@ -125,6 +125,8 @@ def test_a_killed_rank_ends_all_and_is_named(folder):
     assert time.monotonic() - began < 15
     assert code == 1
     assert re.search(r"rank 1 was killed by SIGKILL.* at step \d+", err), err
+    named = re.findall(r"^  logs: (.*)$", err, flags=re.MULTILINE)
+    assert all(Path(where).is_dir() for where in named), err
     assert "Traceback" not in err
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
     assert checkpoint.newest(folder / "run" / "checkpoints").step % 4 == 0

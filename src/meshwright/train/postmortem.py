@@ -124,8 +124,8 @@ class Failed:
                 lines.append(f"  traceback: {path}")
         if tail := evidence.tail(first.rank):
             lines += [f"  last lines of {evidence.log(first.rank)}:", *(f"    {line}" for line in tail)]
-        elif evidence.logs.is_dir() and any(path.stat().st_size for path in evidence.logs.iterdir()):
-            # Empty ones are taken away with their folder.
+        elif evidence.logs.is_dir() and any(p.stat().st_size and p.suffix != ".json" for p in evidence.logs.iterdir()):
+            # What is empty, and the ranks' own notes of their ends, are taken away with the folder.
             lines.append(f"  logs: {evidence.logs}")
         return "\n".join(lines)
 
