@@ -65,7 +65,11 @@ def ours(run: RunSpec, mesh: Mesh, data: Tokens) -> race.Step:
 def peer(run: RunSpec, rank: int, ranks: int, data: Tokens) -> race.Step:
     model = build(run.model)
     initialise_(model, run.seed)
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return torchs_step(DistributedDataParallel(model, gradient_as_bucket_view=True), run, rank, ranks, data)
+
+
+def torchs_step(model: torch.nn.Module, run: RunSpec, rank: int, ranks: int, data: Tokens) -> race.Step:
+    """A step of a model that torch has laid out, with its own clipping and fused AdamW."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     adam = torch.optim.AdamW(
@@ -76,7 +80,7 @@ def peer(run: RunSpec, rank: int, ranks: int, data: Tokens) -> race.Step:
 
     def step() -> None:
         tokens, targets = data.batch(torch.arange(mine.start, mine.stop))
-        loss = ddp(tokens, targets) / targets.numel()
+        loss = model(tokens, targets) / targets.numel()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), run.optimizer.clip or float("inf"))
         adam.step()

@@ -16,11 +16,10 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import race
-from data_parallel import CASES, Tokens, ours, peer
+from data_parallel import CASES, Tokens, ours, peer, torchs_step
 from meshwright.comm.mesh import Mesh
 from meshwright.model.build import build
 from meshwright.model.init import initialise_
-from meshwright.spec.batch import part
 from meshwright.spec.layout import Layout
 from meshwright.spec.run import Batch, Data, RunSpec
 
@@ -40,23 +39,7 @@ def sharded_peer(run: RunSpec, rank: int, ranks: int, data: Tokens) -> race.Step
     fully_shard(model.model.embed_tokens)
     fully_shard([model.model.norm, model.lm_head])
     fully_shard(model)
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    adam = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": run.optimizer.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-        lr=run.optimizer.lr, betas=run.optimizer.betas, fused=True,
-    )  # fmt: skip
-    mine = part(run.batch.sequences, ranks, rank)
-
-    def step() -> None:
-        tokens, targets = data.batch(torch.arange(mine.start, mine.stop))
-        loss = model(tokens, targets) / targets.numel()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), run.optimizer.clip or float("inf"))
-        adam.step()
-        adam.zero_grad(set_to_none=True)
-
-    return step
+    return torchs_step(model, run, rank, ranks, data)
 
 
 def contest(rank: int, ranks: int, rounds: int) -> None:

@@ -48,8 +48,7 @@ from meshwright.parallel.placement import Placement, plain_placements
 from meshwright.parallel.residency import Residency, Stay, entries
 from meshwright.parallel.units import UnitPlan, plan_units
 from meshwright.spec.errors import UserError
-
-UNDER_WAY = 2  # reductions that hold buffers of their own at once
+from meshwright.spec.run import UNDER_WAY
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,7 @@ from meshwright.predict.states import DTYPE_BYTES, gradient_bytes, master_bytes,
 from meshwright.spec.batch import micro_steps
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.run import LOSS_ROWS, RunSpec
-
-WIDENED = 1 << 22
-"""Elements of a gradient that the optimizer widens at once, as in train/optimizer.py."""
+from meshwright.spec.run import LOSS_ROWS, WIDENED, RunSpec
 
 LINES = ("activations", "logits", "loss workspace", "gathered units", "reductions", "fresh gradients", "temporaries")
 

@@ -14,10 +14,7 @@ from dataclasses import dataclass, field
 from meshwright.predict.states import gradient_bytes, padded, reduce_bytes, shards
 from meshwright.spec.batch import micro_steps
 from meshwright.spec.layout import Layout
-from meshwright.spec.run import RunSpec
-
-UNDER_WAY = 2
-"""Reductions that hold buffers at once, as in parallel/zero.py; backward fills the gradients of one more unit."""
+from meshwright.spec.run import UNDER_WAY, RunSpec
 
 
 def kept(run: RunSpec, layout: Layout) -> int:

@@ -16,6 +16,10 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 LOSS_ROWS = 256
 """Tokens whose logits the chunked loss holds at once."""
+UNDER_WAY = 2
+"""Reductions of gradients that hold buffers of their own at once."""
+WIDENED = 1 << 22
+"""Elements of a gradient narrower than the master weights that the optimizer widens at once."""
 
 
 class Part(BaseModel):

@@ -15,10 +15,9 @@ from torch import Tensor
 from meshwright.parallel.flat import Piece, Segment, Unit
 from meshwright.parallel.placement import Placement
 from meshwright.parallel.zero import Sharded
-from meshwright.spec.run import Optimizer
+from meshwright.spec.run import WIDENED, Optimizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-WIDENED = 1 << 22  # gradients of a lower precision than the weights that are widened at once
 
 
 @dataclass(frozen=True)
