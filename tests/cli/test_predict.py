@@ -30,7 +30,7 @@ def test_json_is_the_prediction(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 
 
 def test_tables_hold_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["layout.dp=3", "batch.sequences=2"]
+    words = ["layout.dp=3", "batch.sequences=2", "layout.zero_join=0"]
     out = printed(capsys, *words)
     foretold = predict(load_run(None, words))
     lines = [line.split() for line in out.splitlines()]
@@ -47,8 +47,14 @@ def test_tables_hold_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_quiet_and_verbose(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "blocks." not in printed(capsys, "-q")
-    assert "blocks.2 " in printed(capsys, "-v")
+    assert "blocks." not in printed(capsys, "-q", "layout.zero_join=0")
+    assert "blocks.2 " in printed(capsys, "-v", "layout.zero_join=0")
+
+
+def test_joined_units(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "embedding..head 1,220,000" in " ".join(printed(capsys).split())
+    deep = printed(capsys, "model.layers=12", "layout.zero_join=500000").split()
+    assert "blocks.2..blocks.3 to blocks.8..blocks.9, each 568,960 blocks.10..head" in " ".join(deep)
 
 
 def test_one_rank_sends_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,10 +14,9 @@ LLAMA = ModelSpec(family="llama", vocab=37, hidden=16, layers=2, heads=2, ffn=24
 GPT2 = ModelSpec(family="gpt2", vocab=37, hidden=16, layers=2, heads=2, max_seq=32)
 
 
-def planned(module, units=None):
-    return {
-        plan.name: [p.name for p in plan.placements] for plan in plan_units(module, plain_placements(module), units)
-    }
+def planned(module, units=None, join=0):
+    plans = plan_units(module, plain_placements(module), units, join)
+    return {plan.name: [p.name for p in plan.placements] for plan in plans}
 
 
 def test_a_block_is_a_unit():
@@ -60,6 +59,38 @@ def test_frozen_parameters_and_other_dtypes_lie_apart():
     assert planned(module) == {
         "blocks.0": ["0.weight"], "blocks.0.float32.frozen": ["0.bias"], "blocks.1": ["1.weight", "1.bias"]
     }  # fmt: skip
+
+
+def test_small_neighbours_are_joined_and_a_tied_weight_is_not():
+    found = planned(build(GPT2, device="meta"), join=10**6)
+    assert list(found) == ["tied", "embedding..head"]
+    decays = ["weight" in name and "ln" not in name for name in found["embedding..head"]]
+    assert decays == sorted(decays, reverse=True)
+    assert list(planned(build(LLAMA, device="meta"), join=620)) == ["embedding..blocks.0", "blocks.1..head"]
+
+
+def test_a_joined_unit_keeps_its_parts():
+    module = build(LLAMA, device="meta")
+    alone = plan_units(module, plain_placements(module))
+    (plan,) = plan_units(module, plain_placements(module), join=10**6)
+    assert [set(part) for part in plan.parts] == [set(p.placements) for p in alone]
+    assert all(p.parts == (p.parts[0],) and set(p.parts[0]) == set(p.placements) for p in alone)
+
+
+def test_frozen_parameters_and_other_dtypes_lie_apart_from_joined_ones():
+    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    module[0].bias.requires_grad_(False)
+    module[1].requires_grad_(False)
+    module[2].bias.data = module[2].bias.data.double()
+    assert planned(module, join=13) == {
+        "blocks.0..blocks.2": ["0.weight", "2.weight"],
+        "blocks.0..blocks.2.float32.frozen": ["1.weight", "0.bias", "1.bias"],
+        "blocks.0..blocks.2.float64": ["2.bias"],
+    }
+
+
+def test_units_of_the_users_own_are_not_joined():
+    assert list(planned(nn.Linear(3, 4), {"a": ["weight"], "b": ["bias"]}, join=100)) == ["a", "b"]
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,21 @@ def test_stages_0_and_1_reduce_once_a_step_and_2_and_3_in_every_micro_batch(rank
             assert reduced == [4] * times  # three blocks and the idle one; the frozen one never
 
 
+@pytest.mark.parametrize("kind", [Twice, Tied])
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize(("ranks_", "micros"), [(1, 2), (2, 1), (3, 3)])
+@pytest.mark.parametrize("join", [30, 1000])
+def test_gradients_of_joined_units_are_sums(ranks, kind, stage, ranks_, micros, join):
+    expected = expected_gradients(kind, ranks_, 2, micros)
+    for found, rows in ranks.run(ranks_, gradients, kind, stage, 2, micros, Options(join=join)):
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-12)
+        reduced = [row.count for row in rows if row.key.reason == "zero.reduce"]
+        # Tied: the tied weight; two blocks, 56, and the head, 8. Twice: three blocks and the idle one, 80.
+        each = {(Tied, 30): 2, (Tied, 1000): 2, (Twice, 30): 2, (Twice, 1000): 1}[kind, join]
+        assert reduced == ([2 * each] if ranks_ > 1 else [])
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_hybrid_sharding(ranks, stage):
     expected = expected_gradients(Tied, 4, 2, 2)
@@ -201,9 +216,9 @@ def test_a_rank_without_a_batch_takes_part(ranks, stage):
 # -- updated parameters ------------------------------------------------------------------------------------------------
 
 
-def updated(mesh, stage):
+def updated(mesh, stage, options=PLAIN):
     """Halve every master shard, publish, and see what the module and `whole` then have."""
-    sharded = shard(module(Tied), mesh, stage)
+    sharded = shard(module(Tied), mesh, stage, options=options)
     for unit in sharded.units:
         unit.master.mul_(0.5)
         sharded.publish(unit)
@@ -223,6 +238,31 @@ def test_every_rank_gets_every_update(ranks, stage, world):
         assert value == plain(inputs(0, 0)).item()
         for name, parameter in plain.named_parameters():
             assert torch.equal(found[name], parameter)
+
+
+@pytest.mark.parametrize("join", [30, 1000])
+def test_every_rank_gets_every_update_of_joined_units(ranks, join):
+    (plain,) = ranks.run(1, updated, 0)
+    for found in ranks.run(3, updated, 1, Options(join=join)):
+        assert found[0] == plain[0]
+        assert all(torch.equal(found[1][name], parameter) for name, parameter in plain[1].items())
+
+
+def entered_in_training(mesh, join):
+    """A forward with gradients, whose modules alone wait for the gathers: which units each layer finds arrived."""
+    sharded = shard(Chain(), mesh, 1, options=Options(join=join))
+    for unit in sharded.units:
+        sharded.publish(unit)
+    seen = []
+    for layer in sharded.module.layers:
+        layer.register_forward_pre_hook(lambda *_: seen.append([unit.gather is None for unit in sharded.units]))
+    sharded.module(torch.ones(1, 4))
+    return seen
+
+
+def test_a_joined_unit_has_arrived_when_its_first_part_is_entered(ranks):
+    for seen in ranks.run(2, entered_in_training, 40):
+        assert seen == [[True, False], [True, False], [True, True], [True, True]]
 
 
 class Outside(nn.Module):
@@ -478,6 +518,12 @@ def test_gradients_of_the_last_step_are_gone(stage):
     for placement, gradient in sharded.named_gradients():
         expected = plain.get_parameter(placement.name).grad
         assert torch.equal(gradient, torch.zeros_like(gradient) if expected is None else expected)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_units_are_joined_below_stage_2_only(stage):
+    with pytest.raises(UserError, match=f"joined at stages 0 and 1 only, and this is stage {stage}"):
+        shard(nn.Linear(2, 2), Mesh.single(torch.device("cpu")), stage, options=Options(join=5))
 
 
 @pytest.mark.parametrize(("stage", "shard_", "words"), [(0, 1, "stage 0 shards nothing"), (1, 2, "does not divide")])

@@ -193,11 +193,13 @@ def test_a_tied_weights_gradient_waits_for_the_embedding() -> None:
 def test_only_the_cpu_keeps_copies_for_reductions() -> None:
     run = RunSpec(model=LLAMA, batch=Batch(sequences=2, micro=1))
     block = 4 * 1952  # bytes of its parameters; head and embedding are smaller
-    one, two = Layout(dp=2, zero=1), Layout(dp=2, zero=2)
+    one, two = Layout(dp=2, zero=1, zero_join=0), Layout(dp=2, zero=2)
     assert kept(run, Layout(dp=2)) == 0
     assert kept(run, one) == 2 * block
     assert memory(run, one, 0, "cuda").categories["reductions"] == 0
     assert memory(run, one, 0, "cpu").categories["reductions"] == kept(run, one) > 0
+    joined = Layout(dp=2, zero=1)
+    assert kept(run, joined) == wholes(run, joined)[0] == 4 * count(LLAMA)
     assert on_their_way(run, one, wholes(run, one), 2) == 0
     # Backward is in the first of two blocks: its gradients fill, those of the other block and of the head travel.
     head = 4 * (33 * 16 + 16)

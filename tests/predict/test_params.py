@@ -60,6 +60,12 @@ def test_names_shapes_and_units_are_the_models(spec: ModelSpec) -> None:
         plan.name: [p.name for p in plan.placements] for plan in plan_units(model, placements)
     }
     assert list(params.units(spec)) == [plan.name for plan in plan_units(model, placements)]
+    whole = params.count(spec)
+    for join in {1, 100, whole // 40, whole // 7, whole // 3, whole // 2, whole, 10**15}:
+        foretold = {name: [t.name for t in group] for name, group in params.units(spec, join).items()}
+        planned = plan_units(model, placements, join=join)
+        assert list(foretold.items()) == [(plan.name, [p.name for p in plan.placements]) for plan in planned]
+        assert sum(params.unit_counts(spec, join).values()) == whole
 
 
 def test_tied_weight_counts_once_and_is_no_mere_lookup() -> None:
@@ -80,3 +86,5 @@ def test_segments() -> None:
     assert params.segments(LLAMA) == 1 + 2 * 2 + 2
     # GPT-2, tied: two tables in two units, blocks with both kinds, a head of vectors alone.
     assert params.segments(GPT2) == 2 + 2 * 2 + 1
+    assert params.segments(LLAMA, join=10**6) == 2
+    assert params.segments(GPT2, join=10**6) == 1 + 2

@@ -24,6 +24,12 @@ def test_other_axes_divide_the_ranks() -> None:
     assert layout.resolve(12).world == 12
 
 
+def test_units_are_joined_where_they_play_no_part_in_memory() -> None:
+    assert [Layout(zero=stage).join for stage in range(4)] == [1_000_000, 1_000_000, 0, 0]
+    assert [Layout(zero=stage, zero_join=0).join for stage in range(4)] == [0] * 4
+    assert Layout(zero=1, zero_join=7).join == 7
+
+
 def test_ranks_that_do_not_fit() -> None:
     with pytest.raises(
         UserError, match=r"layout: 99999999999 ranks are more than any machine has; use at most 1000000"

@@ -66,6 +66,8 @@ OVERRIDES = [
     ("grad_dtype=bf16", "grad_dtype=bf16 does not go with precision=fp32; use auto or fp32"),
     ("layout.zero_shard=2", "zero_shard belongs to zero=1, 2 or 3"),
     ("layout={zero: 2, zero_gather: step}", "zero_gather=step belongs to zero=3; leave it out"),
+    ("layout={zero: 2, zero_join: 5}", "zero_join=5 belongs to zero=0 or 1; at zero=2 units are never joined"),
+    ("layout.zero_join=-1", "-1 is not a whole number of at least 0"),
     ("checkpoint.resume=maybe", '"maybe" is not auto, never or a whole number of at least 0'),
     ("out=''", '"" is not text that is not empty'),
     ("out=!!python/object:os.system x", "means nothing here"),

@@ -24,12 +24,12 @@ LLAMA = ModelSpec(family="llama", vocab=37, hidden=16, layers=2, heads=2, ffn=24
 GPT2 = ModelSpec(family="gpt2", vocab=37, hidden=16, layers=2, heads=2, max_seq=32)
 
 
-def run_of(model: ModelSpec, dp: int, zero: int = 0, **options: object) -> RunSpec:
+def run_of(model: ModelSpec, dp: int, zero: int = 0, join: int = 0, **options: object) -> RunSpec:
     return RunSpec(
         model=model,
         data=Data(seq_len=10),
         batch=Batch(sequences=7, micro=2),
-        layout=Layout(dp=dp, zero=zero),
+        layout=Layout(dp=dp, zero=zero, zero_join=join),
         lr_schedule=LrSchedule(warmup=0),
         **{"precision": "fp32", **options},
     )
@@ -221,6 +221,16 @@ def test_a_checkpoint_fits_every_stage(ranks):
                 torch.testing.assert_close(tensor, expected[name], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize(("before", "after"), [(0, 1_000_000), (1_000_000, 0), (2_000, 4_000)])
+def test_a_checkpoint_knows_no_units(ranks, zero, before, after):
+    one, other = (run_of(GPT2, 3, zero, join, precision="float64") for join in (before, after))
+    expected = ranks.run(3, train, one, 3)[0]
+    for found in ranks.run(3, under_another_stage, one, other, 3):
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-9, atol=1e-12)
+
+
 def clipped_gradients(mesh, run, clip):
     """What the optimizer is given to divide by, in its first step without moments: Adam's first moment tells."""
     run = run.model_copy(update={"optimizer": run.optimizer.model_copy(update={"clip": clip})})
@@ -354,3 +364,5 @@ def test_options_changed_since_a_checkpoint_are_told():
     changed = trainer.run.model_copy(update={"optimizer": Optimizer(lr=0.5)})
     assert state.changed_options(changed, about) == ["optimizer.lr: 0.003 → 0.5"]
     assert state.changed_options(trainer.run, about) == []
+    joined = trainer.run.model_copy(update={"layout": Layout(dp=1, zero_join=7)})
+    assert state.changed_options(joined, about) == ["layout.zero_join: 0 → 7"]

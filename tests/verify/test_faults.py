@@ -23,7 +23,7 @@ RUN = RunSpec(
     model=ModelSpec(family="llama", vocab=37, hidden=16, layers=2, heads=2, ffn=24, max_seq=32),
     data=Data(seq_len=10),
     batch=Batch(sequences=11, micro=2),
-    layout=Layout(dp=2),
+    layout=Layout(dp=2, zero_join=0),
     precision="float64",
     optimizer=Optimizer(clip=0.5),
     lr_schedule=LrSchedule(warmup=2),

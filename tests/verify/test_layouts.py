@@ -46,7 +46,7 @@ def make_run(
         model=model,
         data=Data(seq_len=12),
         batch=Batch(sequences=sequences, micro=micro),
-        layout=Layout(dp=dp, **(layout or {})),
+        layout=Layout(dp=dp, **{"zero_join": 0, **(layout or {})}),
         precision=options.pop("precision", "float64"),
         optimizer=Optimizer(clip=0.5),
         lr_schedule=LrSchedule(warmup=2),
@@ -137,6 +137,52 @@ def test_the_ladder(ranks, zero, dp, family):
 def test_options_of_the_ladder(ranks, layout, family):
     run = make_run(FAMILIES[family], dp=4, sequences=SEQUENCES, micro=1, layout=layout)
     assert_proven(judge(run, 2, ranks.run(4, evidence, run, 2), expected(family)))
+
+
+# Parameters up to which units are joined; and how many units that makes, a tied weight's among them.
+JOINS = {
+    "all in one": (1_000_000, {"llama": 1, "llama tied": 2, "gpt2": 2, "gpt2 untied": 1}),
+    "two": (4_000, {"llama": 2, "llama tied": 3, "gpt2": 3, "gpt2 untied": 2}),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dp", [2, 3])
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("name", JOINS)
+def test_joined_units(ranks, name, zero, dp, family):
+    """On ranks that divide no unit's parameters too, with one micro-batch a step and with three."""
+    join, units = JOINS[name]
+    for accumulate in (1, 3):
+        micro = -(-SEQUENCES // (dp * accumulate))
+        layout = {"zero": zero, "zero_join": join}
+        run = make_run(FAMILIES[family], dp=dp, sequences=SEQUENCES, micro=micro, layout=layout)
+        assert len(padded(run, run.layout)) == units[family]
+        assert_proven(judge(run, 2, ranks.run(dp, evidence, run, 2), expected(family)))
+
+
+@pytest.mark.parametrize("layout", [{"zero": 1, "zero_shard": 2}, {"zero": 0}], ids=str)
+@pytest.mark.parametrize("precision", [{"precision": "bf16"}, {"precision": "bf16", "reduce_dtype": "bf16"}], ids=str)
+def test_joined_units_in_two_precisions_and_two_groups(ranks, layout, precision):
+    run = make_run(GPT2, dp=4, sequences=7, layout={**layout, "zero_join": 5_000}, **precision)
+    report = prove(ranks, run)
+    assert report.passed, report.findings
+
+
+def joined_otherwise(mesh, run: RunSpec, join: int) -> Evidence:
+    """The ranks join by another number than the one that is predicted with."""
+    layout = run.layout.model_copy(update={"zero_join": join})
+    return collect(run.model_copy(update={"layout": layout}), mesh, proof_data(run), 2)
+
+
+@pytest.mark.parametrize(("zero", "join"), [(0, 0), (1, 0), (0, 9_000), (1, 9_000)])
+def test_a_run_that_joins_otherwise_than_predicted_is_found(ranks, zero, join):
+    run = make_run(LLAMA, dp=3, sequences=SEQUENCES, micro=4, layout={"zero": zero, "zero_join": 5_000})
+    report = judge(run, 2, ranks.run(3, joined_otherwise, run, join), expected("llama"))
+    assert not report.passed
+    wrong = [check.what for check in report.traffic if check.expected != check.found]
+    assert any("zero.reduce" in what and what.endswith("collectives") for what in wrong), wrong
+    assert report.worst < 1e-10  # what is computed is right either way
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])

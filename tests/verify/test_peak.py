@@ -27,7 +27,7 @@ def run_of(model: ModelSpec, ranks: int, accumulate: int = 1, micro: int = 1, **
             "model": model,
             "data": Data(seq_len=32),
             "batch": Batch(sequences=ranks * micro * accumulate, micro=micro),
-            "layout": Layout(dp=ranks),
+            "layout": Layout(dp=ranks, zero_join=0),
             "device": "cpu",
             **options,
         }
@@ -78,7 +78,7 @@ STAGES = {
 @pytest.mark.parametrize("name", STAGES)
 def test_each_stage_holds_less_than_the_one_before_and_what_is_predicted(ranks, name):
     world, run = STAGES[name]
-    pairs = compared(ranks, run, [Layout(dp=world, zero=stage) for stage in range(4)])
+    pairs = compared(ranks, run, [Layout(dp=world, zero=stage, zero_join=0) for stage in range(4)])
     for of in (lambda pair: pair[0], lambda pair: pair[1].total):
         zero, one, two, three = map(of, pairs)
         assert three < two < one < zero
@@ -98,7 +98,7 @@ def test_each_stage_holds_less_than_the_one_before_and_what_is_predicted(ranks, 
 def test_ways_to_compute(ranks, model, options):
     """With enough tokens that activations count."""
     run = run_of(model, 2, micro=6, **options)
-    compared(ranks, run, [Layout(dp=2, zero=stage) for stage in (0, 1, 3)])
+    compared(ranks, run, [Layout(dp=2, zero=stage, zero_join=0) for stage in (0, 1, 3)])
 
 
 def test_ways_to_shard(ranks):
@@ -113,14 +113,22 @@ def test_ways_to_shard(ranks):
     assert none_ahead < three_ahead < by_step
 
 
+@pytest.mark.parametrize("model", [DEEP, WIDE, GPT2], ids=["deep", "large vocabulary", "tied"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_joined_units(ranks, model, precision):
+    run = run_of(model, 2, accumulate=2, precision=precision)
+    compared(ranks, run, [Layout(dp=2, zero=stage, zero_join=join) for stage in (0, 1) for join in (200_000, 10**6)])
+
+
 def test_ranks_without_a_sequence(ranks):
     run = run_of(DEEP, 3).model_copy(update={"batch": Batch(sequences=2, micro=1)})
-    compared(ranks, run, [Layout(dp=3, zero=stage) for stage in (0, 2, 3)])
+    compared(ranks, run, [Layout(dp=3, zero=stage, zero_join=0) for stage in (0, 2, 3)])
 
 
 def test_the_prediction_is_exact_where_it_leaves_nothing_out(ranks):
     """Of a step all but an index or a statistic is named: within a thousandth."""
-    for foretold, found in compared(ranks, run_of(DEEP, 2), [Layout(dp=2, zero=stage) for stage in range(4)]):
+    layouts = [Layout(dp=2, zero=stage, zero_join=0) for stage in range(4)]
+    for foretold, found in compared(ranks, run_of(DEEP, 2), layouts):
         assert found.total == pytest.approx(foretold, rel=1e-3)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from meshwright.predict.params import unit_counts
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.presets import PRESETS
@@ -52,3 +53,37 @@ def test_clipping_acts_in_every_step(name):
 def test_a_run_that_does_not_clip_is_not_made_to(clip, small):
     run = run_of(PRESETS["llama-tiny"]).model_copy(update={"optimizer": Optimizer(clip=clip)})
     assert small_run(run).optimizer.clip == small
+
+
+def joins(run: RunSpec) -> tuple[bool, bool, bool]:
+    """Whether there are several units beside the tied one; whether one of them has several blocks, or only one."""
+    names = [name for name in unit_counts(run.model, run.layout.join) if name != "tied"]
+    apart = [name for name in unit_counts(run.model) if name != "tied"]
+    return len(names) > 1, len(names) < len(apart), len(names) == len(apart)
+
+
+@pytest.mark.parametrize(
+    ("model", "join"),
+    [
+        ("llama-tiny", 1_000_000),
+        ("llama-tiny", 400_000),
+        ("llama-tiny", 0),
+        ("gpt2-tiny", 1_000_000),
+        ("gpt2", 1_000_000),
+        ("gpt2-xl", 1_000_000),
+        ("llama2-7b", 1_000_000),
+        ("llama2-7b", 1_000_000_000),
+        ("qwen3-8b", 1_000_000),
+        ("qwen3-8b", 10**11),
+    ],
+)
+@pytest.mark.parametrize("zero", [0, 1])
+def test_units_are_joined_alike(model, join, zero):
+    run = run_of(PRESETS[model]).model_copy(update={"layout": Layout(dp=3, zero=zero, zero_join=join)})
+    assert joins(small_run(run)) == joins(run)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_above_stage_1_nothing_is_joined(zero):
+    run = run_of(PRESETS["llama-tiny"]).model_copy(update={"layout": Layout(dp=3, zero=zero)})
+    assert small_run(run).layout == run.layout

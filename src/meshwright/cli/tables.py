@@ -114,8 +114,8 @@ def _parameters(foretold: Prediction, every_unit: bool) -> Table:
     rows = table("unit", "parameters", figures=1)
     groups: list[tuple[str, str, int]] = []  # first name, last name, parameters of each
     for name, number in foretold.parameters.units.items():
-        stem = re.sub(r"\d+$", "", name)
-        if groups and not every_unit and stem == re.sub(r"\d+$", "", groups[-1][1]) and number == groups[-1][2]:
+        stem = re.sub(r"\d+", "", name)
+        if groups and not every_unit and stem == re.sub(r"\d+", "", groups[-1][1]) and number == groups[-1][2]:
             groups[-1] = (groups[-1][0], name, number)
         else:
             groups.append((name, name, number))

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from meshwright.comm.collectives import Group, Pending
 from meshwright.parallel.flat import Unit
+from meshwright.parallel.placement import Placement
 from meshwright.spec.errors import UserError
 from meshwright.spec.traffic import Phase
 
@@ -195,21 +196,17 @@ class Residency:
         stay.unit.parameters.untyped_storage().resize_(0)
 
 
-def entries(module: nn.Module, unit: Unit, others: Sequence[Unit]) -> list[nn.Module]:
-    """The modules whose forward is the use of `unit`: one that holds the whole unit and nothing of the others, else
-    those that own its parameters."""
-    owners = dict.fromkeys(name.rpartition(".")[0] for member in unit.members for name in member.placement.names)
+def entries(module: nn.Module, placements: Sequence[Placement]) -> list[nn.Module]:
+    """The modules whose forward is the use of these parameters: one that holds them all and no others, else those
+    that own them."""
+    names = {name for placement in placements for name in placement.names}
+    owners = dict.fromkeys(name.rpartition(".")[0] for placement in placements for name in placement.names)
     common = _common([owner.split(".") for owner in owners])
     holder = module.get_submodule(common)
     prefix = f"{common}." if common else ""
-    foreign = any(
-        name.startswith(prefix)
-        for other in others if other is not unit
-        for member in other.members
-        for name in member.placement.names
-    )  # fmt: skip
+    held = (prefix + name for name, _ in holder.named_parameters(remove_duplicate=False))
     callable_ = type(holder).forward is not nn.Module.forward
-    if callable_ and not foreign:
+    if callable_ and all(name in names for name in held):
         return [holder]
     return [module.get_submodule(owner) for owner in owners]
 

@@ -57,13 +57,14 @@ class Options:
 
     shard: ranks that shard among themselves, neighbours on `dp`; None: all of them. gather: "micro" frees stage 3's
     parameters after each pass, "step" keeps them, once gathered, until the step's last backward. ahead: units that
-    stage 3 gathers before they are needed.
+    stage 3 gathers before they are needed. join: stages 0 and 1 join default units until one holds as many parameters.
     """
 
     precision: Precision = field(default_factory=Precision)
     shard: int | None = None
     gather: Literal["micro", "step"] = "micro"
     ahead: int = 1
+    join: int = 0
 
 
 class Sharded:
@@ -100,13 +101,15 @@ class Sharded:
         self._reduces = False  # whether this micro-batch's backward reduces
         self._under_way: deque[Unit] = deque()
         self._residency: Residency | None = None
+        planned = list(zip(self.units, plans, strict=True))
         if stage == 3:
-            stays = [Stay(unit, entries(module, unit, self.units), self._of(unit)) for unit in self.units]
+            stays = [Stay(unit, entries(module, plan.placements), self._of(unit)) for unit, plan in planned]
             self._residency = Residency(module, stays, self.group, options.ahead)
         elif stage:
-            for unit in self.units:
-                for entry in entries(module, unit, self.units):
-                    entry.register_forward_pre_hook(partial(self._arrived, unit))
+            for unit, plan in planned:
+                for part in plan.parts:  # of a joined unit, whichever comes first
+                    for entry in entries(module, part):
+                        entry.register_forward_pre_hook(partial(self._arrived, unit))
             module.register_forward_pre_hook(self._settle_unless_training)
 
     # -- a step -----------------------------------------------------------------------------------------------
@@ -443,15 +446,18 @@ def shard(
     The module is changed in place: its parameters are replaced by views of the buffers (references to the old ones
     are stale), with their values where they had any; parameters on the meta device are left unfilled, see
     `Sharded.fill`. `units` maps unit names to public parameter names, in the order in which forward meets them; by
-    default one unit a repeated block. Every rank must start with equal values; filling from the seed or a checkpoint
-    sees to it.
+    default one unit a repeated block, joined as `options.join` says. Every rank must start with equal values; filling
+    from the seed or a checkpoint sees to it.
 
-    Raises UserError for `shard` ranks that do not divide the data ranks, and for units that miss a parameter.
+    Raises UserError for `shard` ranks that do not divide the data ranks, for `join` at stages 2 and 3, and for units
+    that miss a parameter.
     """
     assert stage in (0, 1, 2, 3), stage
     ranks = mesh.sizes["dp"]
     if options.shard is not None and (stage == 0 or ranks % options.shard):
         why = "stage 0 shards nothing" if stage == 0 else f"{options.shard} does not divide {ranks} data ranks"
         raise UserError(f"zero_shard={options.shard}: {why}")
+    if options.join and stage > 1:
+        raise UserError(f"zero_join={options.join}: units are joined at stages 0 and 1 only, and this is stage {stage}")
     placements = plain_placements(module, replicated=[axis for axis, size in mesh.sizes.items() if size > 1])
-    return Sharded(module, mesh, stage, plan_units(module, placements, units), options)
+    return Sharded(module, mesh, stage, plan_units(module, placements, units, options.join), options)

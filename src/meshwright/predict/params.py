@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from meshwright.spec.joining import joined
 from meshwright.spec.model import ModelSpec
 
 Shape = tuple[int, ...]
@@ -16,7 +17,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One parameter. `unit` names what it is reduced (and later gathered) together with."""
+    """One parameter. `unit` names what it is reduced (and later gathered) together with, where units are not joined."""
 
     name: str
     shape: Shape
@@ -47,22 +48,29 @@ def embedding_count(spec: ModelSpec) -> int:
     return sum(t.numel for t in tensors(spec) if t.unit == "embedding")
 
 
-def units(spec: ModelSpec) -> dict[str, tuple[TensorSpec, ...]]:
-    """Parameters by unit, in model order; inside a unit as in its flat buffer, decayed ones first."""
+def units(spec: ModelSpec, join: int = 0) -> dict[str, tuple[TensorSpec, ...]]:
+    """Parameters by unit, in model order; inside a unit as in its flat buffer, decayed ones first.
+
+    join: units are joined until they hold as many parameters (see spec/joining.py), except the tied one.
+    """
     groups: dict[str, list[TensorSpec]] = {}
     for tensor in tensors(spec):
         groups.setdefault(tensor.unit, []).append(tensor)
-    return {name: tuple(sorted(group, key=lambda t: not t.decay)) for name, group in groups.items()}
+    sizes = ((name, sum(t.numel for t in group)) for name, group in groups.items())
+    return {
+        name: tuple(sorted((t for member in members for t in groups[member]), key=lambda t: not t.decay))
+        for name, members in joined(sizes, join, alone={"tied"}).items()
+    }
 
 
-def unit_counts(spec: ModelSpec) -> dict[str, int]:
+def unit_counts(spec: ModelSpec, join: int = 0) -> dict[str, int]:
     """Number of parameters of each unit."""
-    return {name: sum(t.numel for t in group) for name, group in units(spec).items()}
+    return {name: sum(t.numel for t in group) for name, group in units(spec, join).items()}
 
 
-def segments(spec: ModelSpec) -> int:
+def segments(spec: ModelSpec, join: int = 0) -> int:
     """Number of flat segments: a unit has one for decayed and one for other parameters, where it has such."""
-    return sum(len({t.decay for t in group}) for group in units(spec).values())
+    return sum(len({t.decay for t in group}) for group in units(spec, join).values())
 
 
 def rotary_length(spec: ModelSpec) -> int:

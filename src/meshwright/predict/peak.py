@@ -116,7 +116,8 @@ class _Step:
         self.wide = max(self.size, 4)
         self.padded = padded(run, layout)
         self.names = list(self.padded)
-        self.place = {name: place for place, name in enumerate(self.names)}
+        held = units(self.spec, layout.join).values()
+        self.place = {tensor.unit: place for place, tensors in enumerate(held) for tensor in tensors}
         self.kept = reductions.kept(run, layout) if cpu else None
         self.wholes = reductions.wholes(run, layout)
         self.begins: dict[str, int] = {}  # by module, also one around: saved when forward first comes to it
@@ -135,7 +136,7 @@ class _Step:
         workspace = loss_workspace(self.spec, tokens=self.tokens, dtype_bytes=self.size, loss=self.run.loss)
         by_step = self.layout.zero_gather == "step"
         stay = [name for name in self.names if by_step or name in ("tied", self.names[-1])]
-        return self._moment("loss", self.names[-1], {"activations": self.until, **workspace}, gathered=stay)
+        return self._moment("loss", "head", {"activations": self.until, **workspace}, gathered=stay)
 
     def head(self) -> Moment:
         lines = {
@@ -144,13 +145,13 @@ class _Step:
             "fresh gradients": self.table,
             "temporaries": self.hidden,
         }
-        return self._moment("head", self.names[-1], lines)
+        return self._moment("head", "head", lines)
 
     def final_norm(self) -> Moment:
         # On the CPU, RMSNorm's backward has about four copies of the hidden states, in float32 at least.
         norm = 4 * self.hidden // self.size * self.wide if self.llama else self.hidden
         lines = {"activations": self._saved_before("lm_head"), "temporaries": self.hidden + norm}
-        return self._moment("final norm", self.names[-1], lines, tied=True)
+        return self._moment("final norm", "head", lines, tied=True)
 
     def mlp(self, index: int) -> Iterator[Moment]:
         end = self._saved_before(self._block(index + 1), "model.norm", "transformer.ln_f")
@@ -178,7 +179,7 @@ class _Step:
     def embedding(self) -> Moment:
         tables = [t.numel for name in ("tied", "embedding") for t in units(self.spec).get(name, ())]
         lines = {"fresh gradients": max(tables) * self.size, "temporaries": self.hidden}
-        return self._moment("embedding", self.names[0], lines, tied=True)
+        return self._moment("embedding", next(iter(self.place)), lines, tied=True)
 
     def update(self) -> Moment:
         part = 0

@@ -17,7 +17,7 @@ from meshwright.spec.traffic import TrafficRow
 
 @dataclass(frozen=True)
 class Parameters:
-    """Numbers of parameters; a tied weight counts once. `embedding` is what is only looked up."""
+    """Numbers of parameters; a tied weight counts once. `embedding` is what is only looked up, `units` are joined."""
 
     total: int
     embedding: int
@@ -80,7 +80,7 @@ def predict(run: RunSpec, ranks: int | None = None, device: Device | None = None
     held = [memory(run, layout, rank, device) for rank in _kinds(sequences, data_ranks)]
     return Prediction(
         layout=layout,
-        parameters=Parameters(count(run.model), embedding_count(run.model), unit_counts(run.model)),
+        parameters=Parameters(count(run.model), embedding_count(run.model), unit_counts(run.model, layout.join)),
         tokens_per_step=tokens,
         micro_batches=micro_steps(sequences, data_ranks, run.batch.micro),
         memory=max(held, key=lambda m: m.total),

@@ -38,7 +38,7 @@ def shards(layout: Layout) -> int:
 def padded(run: RunSpec, layout: Layout) -> dict[str, int]:
     """Elements of each unit's flat buffer: its parameters, and as many more as make the shards equal."""
     cut = shards(layout)
-    return {name: -(-size // cut) * cut for name, size in unit_counts(run.model).items()}
+    return {name: -(-size // cut) * cut for name, size in unit_counts(run.model, layout.join).items()}
 
 
 def master_bytes(run: RunSpec) -> int:

@@ -13,6 +13,7 @@ from meshwright.spec.words import not_yet, show
 Axis = Literal["tp", "cp", "dp", "pp"]
 AXES: tuple[Axis, ...] = ("tp", "cp", "dp", "pp")
 MOST_RANKS = 1_000_000  # far more than any machine has, and few enough to list
+JOIN = 1_000_000  # parameters: 4 MB of float32 gradients, a message whose time is mostly its bytes
 Ranks = Annotated[int, Field(gt=0, le=MOST_RANKS)]
 
 
@@ -36,6 +37,9 @@ class Layout(BaseModel):
         "micro", description="zero=3: free parameters after each pass, or hold them until the step's last backward"
     )
     zero_ahead: Annotated[int, Field(ge=0)] = Field(1, description="zero=3: units gathered before they are needed")
+    zero_join: Annotated[int, Field(ge=0)] = Field(
+        JOIN, description="zero=0 or 1: join neighbouring units until one holds as many parameters; 0: never"
+    )
     sp: bool = Field(False, description="sequence parallelism beside tp")
     recompute: Literal["none"] = Field("none", description="which activations are computed again in backward")
     order: tuple[Axis, ...] = Field(AXES, description="axes from neighbouring ranks to distant ones")
@@ -58,7 +62,17 @@ class Layout(BaseModel):
             for name in ("zero_gather", "zero_ahead"):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(f"{name}={getattr(self, name)} belongs to zero=3; leave it out")
+        if self.zero > 1 and self.zero_join not in (0, JOIN):
+            raise ValueError(
+                f"zero_join={self.zero_join} belongs to zero=0 or 1; at zero={self.zero} units are never joined, "
+                "because each one's size is what is held whole; leave it out"
+            )
         return self
+
+    @property
+    def join(self) -> int:
+        """Parameters that a joined unit holds at least; 0: each unit stays as it is."""
+        return self.zero_join if self.zero < 2 else 0
 
     @property
     def data_ranks(self) -> int:

@@ -195,4 +195,5 @@ def _options(run: RunSpec) -> zero.Options:
         shard=layout.zero_shard,
         gather=layout.zero_gather,
         ahead=layout.zero_ahead,
+        join=layout.join,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from meshwright.predict.params import count, unit_counts
+from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import Batch, RunSpec
 
@@ -24,6 +26,19 @@ def small_model(spec: ModelSpec) -> ModelSpec:
     return ModelSpec.model_validate(spec.model_dump() | size)
 
 
+def small_layout(layout: Layout, large: ModelSpec, small: ModelSpec) -> Layout:
+    """The layout with `zero_join` as much smaller as a block is, so that a unit joins about as many blocks.
+
+    The small model has two blocks only: where the large one has several units, its `zero_join` leaves two at least.
+    """
+    if not layout.join:
+        return layout
+    join = layout.join * unit_counts(small)["blocks.0"] / unit_counts(large)["blocks.0"]
+    if len(unit_counts(large, layout.join)) > 1 + large.is_tied:  # a tied weight joins nobody
+        join = min(join, count(small) / 3)
+    return layout.model_copy(update={"zero_join": max(round(join), 1)})
+
+
 def small_run(run: RunSpec, seq_len: int = 24, micro: int = 2, accumulate: int = 3) -> RunSpec:
     """`run` over the small model, with uneven parts: one sequence short of `accumulate` full micro-batches a rank.
 
@@ -31,10 +46,12 @@ def small_run(run: RunSpec, seq_len: int = 24, micro: int = 2, accumulate: int =
     """
     sequences = max(run.layout.data_ranks * micro * accumulate - 1, 1)
     clip = run.optimizer.clip
+    model = small_model(run.model)
     return RunSpec.model_validate(
         run.model_dump()
         | {
-            "model": small_model(run.model).model_dump(),
+            "model": model.model_dump(),
+            "layout": small_layout(run.layout, run.model, model).model_dump(),
             "optimizer": run.optimizer.model_dump() | {"clip": None if clip is None else min(clip, CLIP)},
             "data": run.data.model_dump() | {"seq_len": min(seq_len, run.model.max_seq)},
             "batch": Batch(sequences=sequences, micro=micro).model_dump(),
