@@ -13,6 +13,7 @@ from torch import nn
 
 from meshwright.comm.mesh import Mesh
 from meshwright.parallel.flat import Precision
+from meshwright.parallel.reducer import Reducer
 from meshwright.parallel.residency import Residency
 from meshwright.parallel.zero import Options, Sharded, shard
 from meshwright.spec.errors import UserError
@@ -172,7 +173,7 @@ class Chain(nn.Module):
 def reductions(mesh, stage):
     sharded = shard(Chain(), mesh, stage)
     began, seen = [], []
-    reduce = Sharded._reduce
+    reduce = Reducer._reduce
 
     def watched(self, unit):
         began.append((unit.name, len(seen)))
@@ -180,7 +181,7 @@ def reductions(mesh, stage):
 
     for parameter in sharded.module.parameters():
         parameter.register_hook(lambda gradient: seen.append(1))
-    with mock.patch.object(Sharded, "_reduce", watched):
+    with mock.patch.object(Reducer, "_reduce", watched):
         step(sharded, [torch.ones(1, 4)])
     return began
 

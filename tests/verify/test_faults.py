@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
+from meshwright.parallel.reducer import Reducer
 from meshwright.parallel.zero import Sharded
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
@@ -44,7 +45,7 @@ def scaled_by_dp(mesh):
 
 def unit_never_reduced(mesh):
     """It counts as reduced, and each rank goes on with its own gradients of it."""
-    reduce = Sharded._reduce
+    reduce = Reducer._reduce
 
     def wrong(self, unit):
         if unit.name == "blocks.1":
@@ -52,7 +53,7 @@ def unit_never_reduced(mesh):
         else:
             reduce(self, unit)
 
-    return mock.patch.object(Sharded, "_reduce", wrong)
+    return mock.patch.object(Reducer, "_reduce", wrong)
 
 
 def copy_perturbed(mesh):
@@ -104,11 +105,11 @@ def stale_buffer(mesh):
 
 def reduced_too_early(mesh):
     """Each unit is reduced one gradient before its last. Waited for at once, so that the outcome is no race."""
-    micro, reduce = Sharded.micro, Sharded._reduce
+    micro, reduce = Reducer.micro, Reducer._reduce
 
-    def wrong(self, index=0, *, last):
+    def wrong(self, index, *, last):
         micro(self, index, last=last)
-        for unit in self.units:
+        for unit in self._order:
             unit.missing -= len(unit.members) > 1
 
     def at_once(self, unit):
@@ -118,7 +119,7 @@ def reduced_too_early(mesh):
     def unguarded(self, unit):  # the last gradient comes when its unit seems to have them all
         pass
 
-    return mock.patch.multiple(Sharded, micro=wrong, _reduce=at_once, _check_announced=unguarded)
+    return mock.patch.multiple(Reducer, micro=wrong, _reduce=at_once, _check_announced=unguarded)
 
 
 def norm_of_one_unit(mesh):

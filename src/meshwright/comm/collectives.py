@@ -28,7 +28,7 @@ from meshwright.comm.scratch import Scratch
 from meshwright.comm.works import Work, Works
 from meshwright.spec.traffic import Operation, Phase
 
-Reduction = Literal["sum", "min", "max"]
+ReduceOp = Literal["sum", "min", "max"]
 DIRECT_BYTES = 1 << 18  # parts from this size on are gathered by direct messages on the CPU
 EXCHANGE_TAG = 1  # keeps them apart from `send` and `recv`, which use 0
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
@@ -75,7 +75,7 @@ class Group:
         reason: str,
         phase: Phase,
         micro: int | None = None,
-        op: Reduction = "sum",
+        op: ReduceOp = "sum",
         async_: bool = False,
     ) -> Pending:
         """Replace `t` on every rank by the reduction of all ranks' `t`."""
@@ -107,7 +107,7 @@ class Group:
         reason: str,
         phase: Phase,
         micro: int | None = None,
-        op: Reduction = "sum",
+        op: ReduceOp = "sum",
         async_: bool = False,
     ) -> Pending:
         """Replace `t` on `dst` by the reduction of all ranks' `t`; on the others `t` is left with no defined value."""
@@ -148,7 +148,7 @@ class Group:
         reason: str,
         phase: Phase,
         micro: int | None = None,
-        op: Reduction = "sum",
+        op: ReduceOp = "sum",
         async_: bool = False,
     ) -> Pending:
         """Fill `out` with this rank's part of the reduction of all ranks' `t`, which is cut into equal parts.
@@ -366,7 +366,7 @@ def _splits(t: Tensor, splits: Sequence[int] | None, size: int) -> tuple[int, ..
     return tuple(splits)
 
 
-def _reduce_parts(out: Tensor, parts: Tensor, op: Reduction) -> None:
+def _reduce_parts(out: Tensor, parts: Tensor, op: ReduceOp) -> None:
     """Reduce the rows of `parts` into `out`, always in rank order, so that the result does not depend on timing.
 
     Row by row: torch's reduction over a first dimension of few rows takes twice as long.

@@ -32,7 +32,6 @@ Sums, not means: whoever updates divides by the valid tokens of the global batch
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,14 +40,13 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from meshwright.comm.collectives import Group, Pending
 from meshwright.comm.mesh import Mesh
-from meshwright.parallel.flat import Member, Piece, Precision, Reduction, Unit
+from meshwright.parallel.flat import Member, Piece, Precision, Unit
 from meshwright.parallel.placement import Placement, plain_placements
+from meshwright.parallel.reducer import Reducer
 from meshwright.parallel.residency import Residency, Stay, entries
 from meshwright.parallel.units import UnitPlan, plan_units
 from meshwright.spec.errors import UserError
-from meshwright.spec.run import UNDER_WAY
 
 
 @dataclass(frozen=True)
@@ -84,22 +82,19 @@ class Sharded:
         self.stage = stage
         self.options = options
         if options.shard is None or options.shard == mesh.sizes["dp"]:
-            self.group, self.replicas = mesh.group("dp"), None
+            self.group, replicas = mesh.group("dp"), None
         else:
-            self.group, self.replicas = mesh.split("dp", options.shard)
+            self.group, replicas = mesh.split("dp", options.shard)
         self.device = mesh.device
         self.placements: dict[str, Placement] = {}
         self.units: list[Unit] = []
         self._parameters: dict[str, nn.Parameter] = {}
         for plan in plans:
             self._adopt(plan)
-        # Backward meets the units from last to first; reductions are issued in this order on every rank, whatever
-        # order the gradients arrive in, because ranks must issue collectives alike.
-        self._order = [unit for unit in reversed(self.units) if unit.trainable]
-        self._next = len(self._order)
-        self._micro: int | None = None
-        self._reduces = False  # whether this micro-batch's backward reduces
-        self._under_way: deque[Unit] = deque()
+        trained = [(unit, self._of(unit)) for unit in self.units if unit.trainable]
+        self._reducer = Reducer(
+            trained, stage, self.group, replicas, arrives=self._check_used, left=self._backward_left
+        )
         self._residency: Residency | None = None
         planned = list(zip(self.units, plans, strict=True))
         if stage == 3:
@@ -120,24 +115,11 @@ class Sharded:
             parameter.grad = None
         if self._residency is not None:
             self._residency.end()
-        self._reduces = False
-        for unit in self._order:
-            self._settle(unit)
-            if self.stage >= 2 and unit.gradients is not None:
-                self.group.scratch.give(unit.gradients)
-                unit.gradients = None
-            unit.arrived = [False] * len(unit.members)
-            unit.summed = False
-        self._next = len(self._order)
+        self._reducer.begin()
 
     def micro(self, index: int = 0, *, last: bool) -> None:
         """Micro-batch `index` comes next. last: no other one follows in this step."""
-        self._micro = index
-        self._reduces = last or self.stage >= 2
-        if self._reduces:
-            self._next = 0
-            for unit in self._order:
-                unit.missing = len(unit.members)
+        self._reducer.micro(index, last=last)
         if self._residency is not None:
             by_step = self.options.gather == "step"
             self._residency.begin(index, keep_forward=by_step, keep_backward=by_step and not last)
@@ -147,11 +129,7 @@ class Sharded:
 
         A parameter that got no gradient on this rank counts as zero.
         """
-        if self._reduces:
-            while self._next < len(self._order):
-                self._reduce(self._order[self._next])
-                self._next += 1
-            self._reduces = False
+        self._reducer.end_micro()
         if self._residency is not None:
             self._residency.end()
 
@@ -161,15 +139,11 @@ class Sharded:
         Exhaust it: the caller works on the units that are there while the others are still on the wire.
         """
         self.end_micro()
-        begun = all(unit.reduction is not None or unit.summed for unit in self._order)
-        assert begun, "the step's last micro-batch was not announced: call micro(last=True) before its forward"
+        assert self._reducer.begun, (
+            "the step's last micro-batch was not announced: call micro(last=True) before its forward"
+        )
         self.settle()  # of units that no forward here has used, before an update writes to them
-        if self.replicas is not None:
-            yield from self._across_replicas(self.replicas)
-            return
-        for unit in self._order:
-            self._settle(unit)
-            yield unit
+        yield from self._reducer.sums()
 
     @torch.no_grad()
     def publish(self, unit: Unit) -> None:
@@ -239,7 +213,7 @@ class Sharded:
             "scalars": list(self._residency.freed.values()) if self._residency is not None else [],
         }
 
-    # -- gradients ------------------------------------------------------------------------------------------------
+    # -- how a module is laid out ---------------------------------------------------------------------------------
 
     def _adopt(self, plan: UnitPlan) -> None:
         originals = {p.name: self.module.get_parameter(p.name) for p in plan.placements}
@@ -249,7 +223,7 @@ class Sharded:
             original = originals[piece.placement.name]
             if original.device.type != "meta":
                 piece.of(unit.master).copy_(original.detach().flatten()[piece.start : piece.stop])
-        for index, (member, view) in enumerate(zip(unit.members, unit.views, strict=True)):
+        for member, view in zip(unit.members, unit.views, strict=True):
             placement, original = member.placement, originals[member.placement.name]
             if self.stage < 3 and original.device.type != "meta":
                 view.copy_(original.detach())
@@ -260,8 +234,6 @@ class Sharded:
                 setattr(self.module.get_submodule(owner), leaf, parameter)
             self._parameters[placement.name] = parameter
             self.placements[placement.name] = placement
-            if unit.trainable:
-                parameter.register_post_accumulate_grad_hook(self._arrival(unit, index))
         if unit.master is not unit.parameter_shard:
             unit.parameter_shard.copy_(unit.master)
         self.units.append(unit)
@@ -269,50 +241,10 @@ class Sharded:
     def _of(self, unit: Unit) -> list[nn.Parameter]:
         return [self._parameters[member.placement.name] for member in unit.members]
 
-    def _arrival(self, unit: Unit, index: int) -> Callable[[Tensor], None]:
-        """A hook that autograd calls when it has accumulated a gradient of this backward into a parameter."""
-        member = unit.members[index]
-        lasting = None if unit.gradients is None else member.of(unit.gradients)
-
-        def arrived(parameter: Tensor) -> None:
-            gradient = parameter.grad
-            assert gradient is not None and not gradient.requires_grad, "backward(create_graph=True) is not supported"
-            self._check_announced(unit)
-            self._check_used(unit, member)
-            if unit.gradients is None:
-                self._lend(unit)
-                assert unit.gradients is not None
-            view = member.of(unit.gradients) if lasting is None else lasting
-            if not unit.arrived[index]:
-                # One copy into the buffer, where zeroing it beforehand and adding would pass over the memory twice.
-                view.copy_(gradient)
-                unit.arrived[index] = True
-            elif gradient.data_ptr() != view.data_ptr():
-                view.add_(gradient)
-            # Where it can, autograd adds later micro-batches' gradients to the view in place.
-            stays = self.stage < 2 and view.dtype == gradient.dtype
-            parameter.grad = view if stays else None
-            if self._reduces:
-                unit.missing -= 1
-                if unit.missing == 0:
-                    self._backward_left(unit)
-
-        return arrived
-
-    def _backward_left(self, unit: Unit) -> None:
-        if self._residency is not None:
-            self._residency.backward_done(unit)
-        while self._next < len(self._order) and self._order[self._next].missing == 0:
-            self._reduce(self._order[self._next])
-            self._next += 1
-
-    def _check_announced(self, unit: Unit) -> None:
-        if self._reduces and unit.missing == 0:
-            raise UserError("zero: a second backward in one micro-batch; add the losses up, or make it a micro-batch")
-        if self.stage >= 2 and not self._reduces:
-            raise UserError(f"zero={self.stage}: a backward outside a micro-batch; call micro() before its forward")
+    # -- gradients arrive -----------------------------------------------------------------------------------------
 
     def _check_used(self, unit: Unit, member: Member) -> None:
+        """Raise UserError for a gradient of a parameter that was used before it was there."""
         if self._residency is not None:
             self._residency.check_used(unit, member.placement.name)
         elif unit.gather is not None:
@@ -321,104 +253,9 @@ class Sharded:
                 "it, before its update was there; call that module, or use zero=0"
             )
 
-    def _lend(self, unit: Unit) -> None:
-        """Whole gradients for a unit that backward has come to, in the dtype of their reduction (stages 2 and 3)."""
-        if self._next == 0:  # what the last micro-batch left under way had this one's forward to come through
-            while self._under_way:
-                self._settle(self._under_way[0])
-        unit.gradients = self._take(unit.padded, unit.reduce_dtype)
-        unit.gradients[unit.size :].zero_()
-
-    def _take(self, size: int, dtype: torch.dtype) -> Tensor:
-        return self.group.scratch.take(size, dtype, self.device)
-
-    def _reduce(self, unit: Unit) -> None:
-        """Start the sum over the ranks of what this rank has; what it has no gradient for counts as zero."""
-        if unit.gradients is None:
-            self._lend(unit)
-        whole = unit.gradients
-        assert whole is not None
-        for index, member in enumerate(unit.members):
-            if not unit.arrived[index]:
-                member.of(whole).zero_()
-                unit.arrived[index] = True
-        if self.stage < 2:
-            self._reduce_once(unit, whole)
-        else:
-            self._reduce_micro(unit, whole)
-
-    def _reduce_once(self, unit: Unit, whole: Tensor) -> None:
-        """Stages 0 and 1: into `gradient_shard`, in place where the reduction has the gradients' dtype."""
-        wire, result = whole, unit.gradient_shard
-        lent: list[Tensor] = []
-        narrows = unit.reduce_dtype != whole.dtype
-        if narrows or (self.stage == 1 and self.device.type == "cpu"):  # there a reduce-scatter holds a copy
-            self._make_room(unit)
-        if narrows:
-            wire = self._take(whole.numel(), unit.reduce_dtype)
-            wire.copy_(whole)
-            result = wire[unit.start : unit.start + unit.gradient_shard.numel()]
-            lent.append(wire)
-        if self.stage == 0:
-            pending = self.group.all_reduce(wire, reason="zero.reduce", phase="backward", async_=True)
-        else:
-            pending = self._scatter(result, wire, None)
-        unit.reduction = Reduction(pending, result, tuple(lent))
-
-    def _reduce_micro(self, unit: Unit, whole: Tensor) -> None:
-        """Stages 2 and 3: the sum of one micro-batch, to be added to the step's; the whole gradients go back after."""
-        self._settle(unit)
-        self._make_room(unit)
-        result = unit.gradient_shard
-        if unit.summed or whole.dtype != result.dtype:
-            result = whole[unit.start : unit.start + result.numel()]
-        unit.reduction = Reduction(self._scatter(result, whole, self._micro), result, (whole,))
-        unit.gradients = None
-        unit.arrived = [False] * len(unit.members)
-
-    def _make_room(self, unit: Unit) -> None:
-        """Before a reduction that holds buffers: wait for the oldest, so that at most UNDER_WAY hold some."""
-        while len(self._under_way) >= UNDER_WAY:
-            self._settle(self._under_way[0])
-        self._under_way.append(unit)
-
-    def _scatter(self, result: Tensor, wire: Tensor, micro: int | None) -> Pending:
-        return self.group.reduce_scatter(result, wire, reason="zero.reduce", phase="backward", micro=micro, async_=True)
-
-    def _settle(self, unit: Unit) -> None:
-        """Wait for the unit's reduction, add it to the step's sum, and give back its buffers."""
-        reduction, unit.reduction = unit.reduction, None
-        if reduction is None:
-            return
-        if unit in self._under_way:
-            self._under_way.remove(unit)
-        reduction.pending.wait()
-        if reduction.result.data_ptr() != unit.gradient_shard.data_ptr():
-            if unit.summed:
-                unit.gradient_shard.add_(reduction.result)
-            else:
-                unit.gradient_shard.copy_(reduction.result)
-        unit.summed = True
-        for buffer in reduction.lent:
-            self.group.scratch.give(buffer)
-
-    def _across_replicas(self, replicas: Group) -> Iterator[Unit]:
-        """Hybrid sharding: once a step, sum the shards over the groups that hold the same ones."""
-        pending: list[tuple[Unit, Tensor, Pending]] = []
-        for unit in self._order:
-            self._settle(unit)
-            wire = unit.gradient_shard
-            if unit.reduce_dtype != wire.dtype:
-                wire = self._take(wire.numel(), unit.reduce_dtype)
-                wire.copy_(unit.gradient_shard)
-            sum_ = replicas.all_reduce(wire, reason="zero.replicas", phase="backward", async_=True)
-            pending.append((unit, wire, sum_))
-        for unit, wire, sum_ in pending:
-            sum_.wait()
-            if wire.dtype != unit.gradient_shard.dtype:
-                unit.gradient_shard.copy_(wire)
-                self.group.scratch.give(wire)
-            yield unit
+    def _backward_left(self, unit: Unit) -> None:
+        if self._residency is not None:
+            self._residency.backward_done(unit)
 
     # -- updated parameters arrive under the next forward (stages 1 and 2) ------------------------------------------
 

@@ -53,7 +53,7 @@ def wholes(run: RunSpec, layout: Layout) -> list[int]:
 
 
 def _reduce(run: RunSpec, layout: Layout, size: int, pool: _Pool, under_way: deque[list[int]]) -> None:
-    """One reduction as parallel/zero.py goes about it."""
+    """One reduction as parallel/reducer.py goes about it."""
     lent = [pool.take(size)] if layout.zero >= 2 else []
     scatters = layout.zero > 0 and shards(layout) > 1
     narrows = layout.zero < 2 and reduce_bytes(run) != gradient_bytes(run)
