@@ -56,13 +56,13 @@ def test_names_shapes_and_units_are_the_models(spec: ModelSpec) -> None:
     assert [(t.name, t.shape, t.decay) for t in params.tensors(spec)] == [
         (p.name, p.shape, p.decay) for p in placements.values()
     ]
-    assert {name: [t.name for t in group] for name, group in params.units(spec).items()} == {
+    assert {name: [t.name for t in unit.tensors] for name, unit in params.units(spec).items()} == {
         plan.name: [p.name for p in plan.placements] for plan in plan_units(model, placements)
     }
     assert list(params.units(spec)) == [plan.name for plan in plan_units(model, placements)]
     whole = params.count(spec)
     for join in {1, 100, whole // 40, whole // 7, whole // 3, whole // 2, whole, 10**15}:
-        foretold = {name: [t.name for t in group] for name, group in params.units(spec, join).items()}
+        foretold = {name: [t.name for t in unit.tensors] for name, unit in params.units(spec, join).items()}
         planned = plan_units(model, placements, join=join)
         assert list(foretold.items()) == [(plan.name, [p.name for p in plan.placements]) for plan in planned]
         assert sum(params.unit_counts(spec, join).values()) == whole

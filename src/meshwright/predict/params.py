@@ -17,11 +17,18 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One parameter. `unit` names what it is reduced (and later gathered) together with, where units are not joined."""
+    """One parameter. `unit` names what it is reduced (and later gathered) together with, where units are not joined.
+
+    block: which one it is in, if in one. tied: it is used in several places. lookup: only its rows are looked up, so
+    that backward never reads it.
+    """
 
     name: str
     shape: Shape
     unit: str
+    block: int | None = None
+    tied: bool = False
+    lookup: bool = False
 
     @property
     def numel(self) -> int:
@@ -31,6 +38,27 @@ class TensorSpec:
     def decay(self) -> bool:
         """Weight decay is for matrices."""
         return len(self.shape) >= 2
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSpec:
+    """Parameters that are reduced together, in the order in which they lie in the flat buffer: decayed ones first."""
+
+    tensors: tuple[TensorSpec, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(t.numel for t in self.tensors)
+
+    @property
+    def tied(self) -> bool:
+        """Whether a parameter is used in several places: the unit joins no other, and at ZeRO 3 stays once gathered."""
+        return any(t.tied for t in self.tensors)
+
+    @property
+    def lookup(self) -> bool:
+        """Whether backward reads none of it, so that at ZeRO 3 it is not gathered again."""
+        return all(t.lookup for t in self.tensors)
 
 
 def tensors(spec: ModelSpec) -> tuple[TensorSpec, ...]:
@@ -45,11 +73,11 @@ def count(spec: ModelSpec) -> int:
 
 def embedding_count(spec: ModelSpec) -> int:
     """Parameters that are only looked up: the token and position tables; a tied table is also the head, so not."""
-    return sum(t.numel for t in tensors(spec) if t.unit == "embedding")
+    return sum(t.numel for t in tensors(spec) if t.lookup)
 
 
-def units(spec: ModelSpec, join: int = 0) -> dict[str, tuple[TensorSpec, ...]]:
-    """Parameters by unit, in model order; inside a unit as in its flat buffer, decayed ones first.
+def units(spec: ModelSpec, join: int = 0) -> dict[str, UnitSpec]:
+    """The units by name, in the order in which forward meets them.
 
     join: units are joined until they hold as many parameters (see spec/joining.py), except the tied one.
     """
@@ -57,20 +85,21 @@ def units(spec: ModelSpec, join: int = 0) -> dict[str, tuple[TensorSpec, ...]]:
     for tensor in tensors(spec):
         groups.setdefault(tensor.unit, []).append(tensor)
     sizes = ((name, sum(t.numel for t in group)) for name, group in groups.items())
+    tied = {name for name, group in groups.items() if any(t.tied for t in group)}
     return {
-        name: tuple(sorted((t for member in members for t in groups[member]), key=lambda t: not t.decay))
-        for name, members in joined(sizes, join, alone={"tied"}).items()
+        name: UnitSpec(tuple(sorted((t for member in members for t in groups[member]), key=lambda t: not t.decay)))
+        for name, members in joined(sizes, join, alone=tied).items()
     }
 
 
 def unit_counts(spec: ModelSpec, join: int = 0) -> dict[str, int]:
     """Number of parameters of each unit."""
-    return {name: sum(t.numel for t in group) for name, group in units(spec, join).items()}
+    return {name: unit.numel for name, unit in units(spec, join).items()}
 
 
 def segments(spec: ModelSpec, join: int = 0) -> int:
     """Number of flat segments: a unit has one for decayed and one for other parameters, where it has such."""
-    return sum(len({t.decay for t in group}) for group in units(spec, join).values())
+    return sum(len({t.decay for t in unit.tensors}) for unit in units(spec, join).values())
 
 
 def rotary_length(spec: ModelSpec) -> int:
@@ -89,8 +118,8 @@ def buffer_count(spec: ModelSpec) -> int:
 
 def _gpt2(spec: ModelSpec) -> Iterator[TensorSpec]:
     d, f = spec.hidden, spec.ffn_width
-    yield TensorSpec("transformer.wte.weight", (spec.vocab, d), "tied" if spec.is_tied else "embedding")
-    yield TensorSpec("transformer.wpe.weight", (spec.max_seq, d), "embedding")
+    yield _table("transformer.wte.weight", spec)
+    yield TensorSpec("transformer.wpe.weight", (spec.max_seq, d), "embedding", lookup=True)
     block: list[tuple[str, Shape]] = [  # linear weights are [in, out] in this family
         ("ln_1.weight", (d,)), ("ln_1.bias", (d,)),
         ("attn.c_attn.weight", (d, 3 * d)), ("attn.c_attn.bias", (3 * d,)),
@@ -101,7 +130,7 @@ def _gpt2(spec: ModelSpec) -> Iterator[TensorSpec]:
     ]  # fmt: skip
     for i in range(spec.layers):
         for name, shape in block:
-            yield TensorSpec(f"transformer.h.{i}.{name}", shape, f"blocks.{i}")
+            yield TensorSpec(f"transformer.h.{i}.{name}", shape, f"blocks.{i}", block=i)
     yield TensorSpec("transformer.ln_f.weight", (d,), "head")
     yield TensorSpec("transformer.ln_f.bias", (d,), "head")
     if not spec.is_tied:
@@ -110,14 +139,20 @@ def _gpt2(spec: ModelSpec) -> Iterator[TensorSpec]:
 
 def _llama(spec: ModelSpec) -> Iterator[TensorSpec]:
     d = spec.hidden
-    yield TensorSpec("model.embed_tokens.weight", (spec.vocab, d), "tied" if spec.is_tied else "embedding")
+    yield _table("model.embed_tokens.weight", spec)
     block = list(_llama_block(spec))
     for i in range(spec.layers):
         for name, shape in block:
-            yield TensorSpec(f"model.layers.{i}.{name}", shape, f"blocks.{i}")
+            yield TensorSpec(f"model.layers.{i}.{name}", shape, f"blocks.{i}", block=i)
     yield TensorSpec("model.norm.weight", (d,), "head")
     if not spec.is_tied:
         yield TensorSpec("lm_head.weight", (spec.vocab, d), "head")
+
+
+def _table(name: str, spec: ModelSpec) -> TensorSpec:
+    """The token table; tied, it is the head's weight too."""
+    tied = spec.is_tied
+    return TensorSpec(name, (spec.vocab, spec.hidden), "tied" if tied else "embedding", tied=tied, lookup=not tied)
 
 
 def _llama_block(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:

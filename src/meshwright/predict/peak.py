@@ -21,13 +21,13 @@ at any place than backward does there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
 from meshwright.predict import activations, reductions
-from meshwright.predict.params import units
+from meshwright.predict.params import tensors, units
 from meshwright.predict.states import DTYPE_BYTES, gradient_bytes, master_bytes, padded, shards
 from meshwright.spec.batch import micro_steps
 from meshwright.spec.layout import Layout
@@ -114,10 +114,12 @@ class _Step:
         self.tokens = sequences * run.data.seq_len
         self.size = DTYPE_BYTES[run.precision]
         self.wide = max(self.size, 4)
-        self.padded = padded(run, layout)
-        self.names = list(self.padded)
-        held = units(self.spec, layout.join).values()
-        self.place = {tensor.unit: place for place, tensors in enumerate(held) for tensor in tensors}
+        self.padded = list(padded(run, layout).values())
+        held = list(enumerate(units(self.spec, layout.join).values()))  # units by their place in forward
+        self.last = len(held) - 1
+        self.tied = {place for place, unit in held if unit.tied}
+        self.lookup = {place for place, unit in held if unit.lookup}
+        self.block = {tensor.block: place for place, unit in held for tensor in unit.tensors}
         self.kept = reductions.kept(run, layout) if cpu else None
         self.wholes = reductions.wholes(run, layout)
         self.begins: dict[str, int] = {}  # by module, also one around: saved when forward first comes to it
@@ -135,8 +137,8 @@ class _Step:
     def loss(self) -> Moment:
         workspace = loss_workspace(self.spec, tokens=self.tokens, dtype_bytes=self.size, loss=self.run.loss)
         by_step = self.layout.zero_gather == "step"
-        stay = [name for name in self.names if by_step or name in ("tied", self.names[-1])]
-        return self._moment("loss", "head", {"activations": self.until, **workspace}, gathered=stay)
+        stay = range(self.last + 1) if by_step else self.tied | {self.last}
+        return self._moment("loss", self.last, {"activations": self.until, **workspace}, gathered=stay)
 
     def head(self) -> Moment:
         lines = {
@@ -145,27 +147,27 @@ class _Step:
             "fresh gradients": self.table,
             "temporaries": self.hidden,
         }
-        return self._moment("head", "head", lines)
+        return self._moment("head", self.last, lines)
 
     def final_norm(self) -> Moment:
         # On the CPU, RMSNorm's backward has about four copies of the hidden states, in float32 at least.
         norm = 4 * self.hidden // self.size * self.wide if self.llama else self.hidden
         lines = {"activations": self._saved_before("lm_head"), "temporaries": self.hidden + norm}
-        return self._moment("final norm", "head", lines, tied=True)
+        return self._moment("final norm", self.last, lines, tied=True)
 
     def mlp(self, index: int) -> Iterator[Moment]:
         end = self._saved_before(self._block(index + 1), "model.norm", "transformer.ln_f")
-        what, unit = f"MLP of block {index}", f"blocks.{index}"
+        what, place = f"MLP of block {index}", self.block[index]
         last = {
             "activations": end,
             "fresh gradients": self.spec.hidden * self.spec.ffn_width * self.size,
             "temporaries": self.hidden + self.ffn,
         }
-        yield self._moment(what, unit, last, tied=True)
+        yield self._moment(what, place, last, tied=True)
         # Then the product's value is gone, and beside its gradient there is that of its factor, or factors.
         factors = 2 if self.llama else 1
         inner = {"activations": end - self.ffn, "temporaries": self.hidden + (1 + factors) * self.ffn}
-        yield self._moment(what, unit, inner, tied=True)
+        yield self._moment(what, place, inner, tied=True)
 
     def attention(self, index: int) -> Moment:
         end = self._saved_before(f"{self._block(index)}.{'post_attention_layernorm' if self.llama else 'ln_2'}")
@@ -174,48 +176,53 @@ class _Step:
         if self.run.attention == "explicit":
             temporaries += 2 * self.scores
         lines = {"activations": end, "temporaries": temporaries}
-        return self._moment(f"attention of block {index}", f"blocks.{index}", lines, tied=True)
+        return self._moment(f"attention of block {index}", self.block[index], lines, tied=True)
 
     def embedding(self) -> Moment:
-        tables = [t.numel for name in ("tied", "embedding") for t in units(self.spec).get(name, ())]
+        tables = [t.numel for t in tensors(self.spec) if t.tied or t.lookup]
         lines = {"fresh gradients": max(tables) * self.size, "temporaries": self.hidden}
-        return self._moment("embedding", next(iter(self.place)), lines, tied=True)
+        return self._moment("embedding", 0, lines, tied=True)
 
     def update(self) -> Moment:
         part = 0
         if gradient_bytes(self.run) < master_bytes(self.run):
-            part = min(max(self.padded.values()) // shards(self.layout), WIDENED) * master_bytes(self.run)
+            part = min(max(self.padded) // shards(self.layout), WIDENED) * master_bytes(self.run)
         return Moment("update", dict.fromkeys(LINES, 0) | {"reductions": self.kept or 0, "temporaries": part})
 
     # -- what they are made of --------------------------------------------------------------------------------------
 
     def _moment(
-        self, what: str, unit: str, lines: dict[str, int], *, gathered: list[str] | None = None, tied: bool = False
+        self,
+        what: str,
+        place: int,
+        lines: dict[str, int],
+        *,
+        gathered: Collection[int] | None = None,
+        tied: bool = False,
     ) -> Moment:
-        """tied: whether a tied weight's gradient from the head waits for the embedding's."""
-        place = self.place[unit]
-        names = self._gathered(place) if gathered is None else gathered
+        """place: of the unit that backward is in. tied: whether a tied weight's gradient waits for the embedding's."""
+        whole = self._gathered(place) if gathered is None else gathered
         found = dict.fromkeys(LINES, 0) | lines
         if self.layout.zero == 3:
-            found["gathered units"] = sum(self.padded[name] for name in names) * self.size
+            found["gathered units"] = sum(self.padded[index] for index in whole) * self.size
         if self.kept is not None:
             found["reductions"] = self.kept
         else:
-            left = len(self.names) - 1 - place
+            left = self.last - place
             found["reductions"] = reductions.on_their_way(
                 self.run, self.layout, self.wholes, None if what == "loss" else left
             )
-        if tied and "tied" in self.names:
+        if tied and self.tied:
             found["fresh gradients"] += self.table
         return Moment(what, found)
 
-    def _gathered(self, place: int) -> list[str]:
-        """Units that are whole while backward is in the one at `place`: see parallel/residency.py."""
+    def _gathered(self, place: int) -> Collection[int]:
+        """Places of the units that are whole while backward is in the one at `place`: see parallel/residency.py."""
         micros = micro_steps(self.run.batch.sequences, self.layout.data_ranks, self.run.batch.micro)
         if self.layout.zero_gather == "step":
-            return self.names if micros > 1 else self.names[: place + 1]
-        near = self.names[max(place - self.layout.zero_ahead, 0) : place + 1]
-        return [name for name in dict.fromkeys(("tied", *near)) if name in self.place and name != "embedding"]
+            return range((self.last if micros > 1 else place) + 1)
+        near = range(max(place - self.layout.zero_ahead, 0), place + 1)
+        return self.tied | (set(near) - self.lookup)
 
     def _block(self, index: int) -> str:
         return f"model.layers.{index}" if self.llama else f"transformer.h.{index}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from meshwright.predict.params import units
 from meshwright.predict.states import DTYPE_BYTES, padded, reduce_bytes, shards
 from meshwright.spec.batch import micro_steps
 from meshwright.spec.errors import UserError
@@ -37,9 +38,9 @@ def _zero(run: RunSpec, layout: Layout) -> Iterator[TrafficRow | None]:
             f"batch: {micros:,} micro-batches a step, each with reductions of its own at zero={layout.zero}; "
             f"at most {MOST_MICROS:,}: use a larger batch.micro, or fewer batch.sequences"
         )
-    units = padded(run, layout)
-    parameters = {name: size * DTYPE_BYTES[run.precision] for name, size in units.items()}
-    gradients = [size * reduce_bytes(run) for size in units.values()]
+    sizes = list(padded(run, layout).values())
+    parameters = [size * DTYPE_BYTES[run.precision] for size in sizes]
+    gradients = [size * reduce_bytes(run) for size in sizes]
     cut = shards(layout)
     inner = "dp" if cut == ranks else "dp.inner"
     if layout.zero == 0:
@@ -50,16 +51,16 @@ def _zero(run: RunSpec, layout: Layout) -> Iterator[TrafficRow | None]:
         for micro in range(micros):
             yield _row("reduce_scatter", inner, cut, "zero.reduce", "backward", gradients, micro)
     if layout.zero and cut < ranks:
-        shard = [size // cut * reduce_bytes(run) for size in units.values()]
+        shard = [size // cut * reduce_bytes(run) for size in sizes]
         yield _row("all_reduce", "dp.outer", ranks // cut, "zero.replicas", "backward", shard)
     if layout.zero in (1, 2):
-        yield _row("all_gather", inner, cut, "zero.gather", "step", list(parameters.values()))
+        yield _row("all_gather", inner, cut, "zero.gather", "step", parameters)
     elif layout.zero == 3:
-        stay = {"tied", "embedding", list(units)[-1]}
-        again = [size for name, size in parameters.items() if name not in stay]
+        *earlier, _ = zip(units(run.model).values(), parameters, strict=True)
+        again = [size for unit, size in earlier if not (unit.tied or unit.lookup)]
         by_step = layout.zero_gather == "step"
         for micro in range(1 if by_step else micros):
-            yield _row("all_gather", inner, cut, "zero.gather", "forward", list(parameters.values()), micro)
+            yield _row("all_gather", inner, cut, "zero.gather", "forward", parameters, micro)
             if not by_step:
                 yield _row("all_gather", inner, cut, "zero.gather", "backward", again, micro)
     if layout.zero:

@@ -30,6 +30,15 @@ class _State:
     exp_avg_sq: Tensor
 
 
+@dataclass(frozen=True)
+class _Step:
+    """What all kernel calls of one step share. divisor: `divide_by` as the kernel takes it, float32, one element."""
+
+    lr: float
+    divide_by: float
+    divisor: Tensor
+
+
 class FlatAdamW:
     """Decoupled weight decay (Loshchilov and Hutter 2019) on matrices only, on each unit's shard."""
 
@@ -50,15 +59,17 @@ class FlatAdamW:
         Each unit's gather begins as soon as the unit is updated; forward needs the first one first.
         """
         self._step += 1
+        # Once, and not for each call: an accelerator's is a copy from the host.
+        step = _Step(lr, divide_by, torch.tensor(divide_by, dtype=torch.float32, device=self._step.device))
         # With nothing to gather, one call of the kernel for all units.
         at_once = [self._states] if self._sharded.stage == 0 else [[state] for state in self._states]
         for states in at_once:
             for decay in (True, False):
-                self._update([(s, run) for s in states for run in s.segments if run.decay == decay], lr, divide_by)
+                self._update([(s, run) for s in states for run in s.segments if run.decay == decay], step)
             for state in states:
                 self._sharded.publish(state.unit)
 
-    def _update(self, runs: Sequence[tuple[_State, Segment]], lr: float, divide_by: float) -> None:
+    def _update(self, runs: Sequence[tuple[_State, Segment]], step: _Step) -> None:
         if not runs:
             return
         weights = [run.of(state.unit.master) for state, run in runs]
@@ -66,14 +77,14 @@ class FlatAdamW:
         moments = [[run.of(state.exp_avg) for state, run in runs], [run.of(state.exp_avg_sq) for state, run in runs]]
         decay = self._options.weight_decay if runs[0][1].decay else 0.0
         if gradients[0].dtype == weights[0].dtype:
-            self._kernel(weights, gradients, moments[0], moments[1], lr, decay, divide_by)
+            self._kernel(weights, gradients, moments[0], moments[1], decay, step)
             return
         # The kernel wants both in one dtype: widen a part at a time, so that no whole copy is made.
         for weight, gradient, first, second in zip(weights, gradients, *moments, strict=True):
             for start in range(0, len(weight), WIDENED):
                 part = slice(start, start + WIDENED)
                 wide = gradient[part].to(weight.dtype)
-                self._kernel([weight[part]], [wide], [first[part]], [second[part]], lr, decay, divide_by)
+                self._kernel([weight[part]], [wide], [first[part]], [second[part]], decay, step)
 
     def _kernel(
         self,
@@ -81,17 +92,16 @@ class FlatAdamW:
         gradients: list[Tensor],
         exp_avgs: list[Tensor],
         exp_avg_sqs: list[Tensor],
-        lr: float,
         decay: float,
-        divide_by: float,
+        step: _Step,
     ) -> None:
         """The division takes no pass of its own: the kernel does it, as for a loss scale. It knows the divisor in
         float32 only, so gradients of higher precision are divided beforehand."""
         scale = None
         if gradients[0].dtype == torch.float64:
-            torch._foreach_div_(gradients, divide_by)
+            torch._foreach_div_(gradients, step.divide_by)
         else:
-            scale = torch.tensor(divide_by, dtype=torch.float32, device=self._step.device)
+            scale = step.divisor
         torch._fused_adamw_(
             weights,
             gradients,
@@ -99,7 +109,7 @@ class FlatAdamW:
             exp_avg_sqs,
             [],
             [self._step] * len(weights),
-            lr=lr,
+            lr=step.lr,
             beta1=self._options.betas[0],
             beta2=self._options.betas[1],
             weight_decay=decay,

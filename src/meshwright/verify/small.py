@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.predict.params import count, unit_counts
+from meshwright.predict.params import count, unit_counts, units
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import Batch, RunSpec
@@ -34,7 +34,7 @@ def small_layout(layout: Layout, large: ModelSpec, small: ModelSpec) -> Layout:
     if not layout.join:
         return layout
     join = layout.join * unit_counts(small)["blocks.0"] / unit_counts(large)["blocks.0"]
-    if len(unit_counts(large, layout.join)) > 1 + large.is_tied:  # a tied weight joins nobody
+    if sum(not unit.tied for unit in units(large, layout.join).values()) > 1:
         join = min(join, count(small) / 3)
     return layout.model_copy(update={"zero_join": max(round(join), 1)})
 
