@@ -14,6 +14,7 @@ Axis = Literal["tp", "cp", "dp", "pp"]
 AXES: tuple[Axis, ...] = ("tp", "cp", "dp", "pp")
 MOST_RANKS = 1_000_000  # far more than any machine has, and few enough to list
 JOIN = 1_000_000  # parameters: 4 MB of float32 gradients, a message whose time is mostly its bytes
+Operators = Literal["linear", "attention", "softmax", "activation"]
 Ranks = Annotated[int, Field(gt=0, le=MOST_RANKS)]
 
 
@@ -41,7 +42,16 @@ class Layout(BaseModel):
         JOIN, description="zero=0 or 1: join neighbouring units until one holds as many parameters; 0: never"
     )
     sp: bool = Field(False, description="sequence parallelism beside tp")
-    recompute: Literal["none"] = Field("none", description="which activations are computed again in backward")
+    recompute: Literal["none", "full", "selective"] = Field(
+        "none",
+        description="what backward computes again: nothing; whole blocks; or all but the outputs of recompute_keep",
+    )
+    recompute_every: Annotated[int, Field(gt=0)] | Literal["sqrt"] = Field(
+        1, description="recompute=full: keep the input of every so many blocks; sqrt: about the root of their number"
+    )
+    recompute_keep: tuple[Operators, ...] = Field(
+        ("linear",), description="recompute=selective: the operators of a block whose outputs are kept"
+    )
     order: tuple[Axis, ...] = Field(AXES, description="axes from neighbouring ranks to distant ones")
 
     @model_validator(mode="after")
@@ -67,7 +77,20 @@ class Layout(BaseModel):
                 f"zero_join={self.zero_join} belongs to zero=0 or 1; at zero={self.zero} units are never joined, "
                 "because each one's size is what is held whole; leave it out"
             )
+        if self.recompute != "full" and self.recompute_every != 1:
+            raise ValueError(f"recompute_every={self.recompute_every} belongs to recompute=full; leave it out")
+        if self.recompute != "selective" and self.recompute_keep != ("linear",):
+            raise ValueError(f"recompute_keep={show(list(self.recompute_keep))} belongs to recompute=selective")
+        if self.recompute == "selective" and not self.recompute_keep:
+            raise ValueError("recompute_keep=[] keeps nothing; that is recompute=full")
+        if len(set(self.recompute_keep)) < len(self.recompute_keep):
+            raise ValueError(f"recompute_keep={show(list(self.recompute_keep))} names an operator twice")
         return self
+
+    def region(self, layers: int) -> int:
+        """Blocks of a model of `layers` that are computed again together (the last region may have fewer)."""
+        every = round(math.sqrt(layers)) if self.recompute_every == "sqrt" else self.recompute_every
+        return min(every, layers)
 
     @property
     def join(self) -> int:
