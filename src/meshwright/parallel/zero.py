@@ -43,6 +43,7 @@ from torch import Tensor, nn
 from meshwright.comm.mesh import Mesh
 from meshwright.parallel.flat import Member, Piece, Precision, Unit
 from meshwright.parallel.placement import Placement, plain_placements
+from meshwright.parallel.recompute import Recompute
 from meshwright.parallel.reducer import Reducer
 from meshwright.parallel.residency import Residency, Stay, entries
 from meshwright.parallel.units import UnitPlan, plan_units
@@ -76,7 +77,13 @@ class Sharded:
     """
 
     def __init__(
-        self, module: nn.Module, mesh: Mesh, stage: int, plans: Sequence[UnitPlan], options: Options = Options()
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        stage: int,
+        plans: Sequence[UnitPlan],
+        options: Options = Options(),
+        regions: Sequence[Sequence[nn.Module]] = (),
     ) -> None:
         self.module = module
         self.stage = stage
@@ -99,7 +106,7 @@ class Sharded:
         planned = list(zip(self.units, plans, strict=True))
         if stage == 3:
             stays = [Stay(unit, entries(module, plan.placements), self._of(unit)) for unit, plan in planned]
-            self._residency = Residency(module, stays, self.group, options.ahead)
+            self._residency = Residency(module, stays, self.group, options.ahead, regions)
         elif stage:
             for unit, plan in planned:
                 for part in plan.parts:  # of a joined unit, whichever comes first
@@ -277,6 +284,7 @@ def shard(
     stage: int = 0,
     units: Mapping[str, Sequence[str]] | None = None,
     options: Options = Options(),
+    recompute: Recompute | None = None,
 ) -> Sharded:
     """Lay `module`'s parameters out in flat unit buffers on the mesh's device and sum its gradients over `dp`.
 
@@ -284,7 +292,7 @@ def shard(
     are stale), with their values where they had any; parameters on the meta device are left unfilled, see
     `Sharded.fill`. `units` maps unit names to public parameter names, in the order in which forward meets them; by
     default one unit a repeated block, joined as `options.join` says. Every rank must start with equal values; filling
-    from the seed or a checkpoint sees to it.
+    from the seed or a checkpoint sees to it. recompute: what has been attached to the module, if anything.
 
     Raises UserError for `shard` ranks that do not divide the data ranks, for `join` at stages 2 and 3, and for units
     that miss a parameter.
@@ -297,4 +305,5 @@ def shard(
     if options.join and stage > 1:
         raise UserError(f"zero_join={options.join}: units are joined at stages 0 and 1 only, and this is stage {stage}")
     placements = plain_placements(module, replicated=[axis for axis, size in mesh.sizes.items() if size > 1])
-    return Sharded(module, mesh, stage, plan_units(module, placements, units, options.join), options)
+    regions = recompute.regions if recompute is not None else ()
+    return Sharded(module, mesh, stage, plan_units(module, placements, units, options.join), options, regions)
