@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from collections.abc import Iterable
 from datetime import timedelta
 from operator import mul
@@ -27,6 +28,8 @@ from meshwright.comm.lead import Lead
 from meshwright.comm.ledger import Ledger
 from meshwright.comm.scratch import Scratch
 from meshwright.spec.layout import AXES, Axis, Layout
+
+_MESHES: weakref.WeakSet[Mesh] = weakref.WeakSet()
 
 
 class Mesh:
@@ -52,6 +55,13 @@ class Mesh:
         self._process_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._checks = Checks(rank, timeout) if self.world > 1 and Checks.wanted() else None
         self.world_group = self._group("world", range(self.world))
+        _MESHES.add(self)
+
+    def close(self) -> None:
+        """Let go of the process groups: no collective after this."""
+        for group in (self.world_group, *self._groups.values(), *self._parts.values()):
+            group.process_group = None
+        self._process_groups.clear()
 
     def _locate(self, sizes: dict[Axis, int], order: Iterable[Axis], rank: int) -> None:
         self.rank = rank
@@ -158,3 +168,9 @@ class Mesh:
             assert known is not None
             self._process_groups[ranks] = known
         return known
+
+
+def close_all() -> None:
+    """Close every mesh of this process."""
+    for mesh in list(_MESHES):
+        mesh.close()

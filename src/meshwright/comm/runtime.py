@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 from datetime import timedelta
@@ -9,6 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from meshwright.comm.mesh import close_all
 from meshwright.comm.place import Place, launched, place
 from meshwright.spec.errors import RunError, UserError
 
@@ -87,7 +89,7 @@ def init(device: torch.device, timeout: float) -> Place:
 
 
 def shutdown() -> None:
-    """Leave the run in order: finish what is under way, meet the other ranks, destroy the group.
+    """Leave the run in order: finish what is under way, meet the other ranks, destroy the groups.
 
     Only for a rank that is healthy; after a failure just end the process, the others may be gone.
     """
@@ -98,4 +100,8 @@ def shutdown() -> None:
         dist.barrier(device_ids=[torch.accelerator.current_device_index()] if dist.get_backend() == "nccl" else None)
     else:
         dist.barrier()
+    # A backend ends its threads with the last reference to a group. One that is still letting go of a tensor while
+    # the interpreter ends would abort the process.
+    close_all()
     dist.destroy_process_group()
+    gc.collect()

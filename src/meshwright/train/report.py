@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 
 from meshwright.comm.place import rank_number
 from meshwright.spec.errors import RunError, UserError
-from meshwright.spec.exits import FAILED, INTERRUPTED, OK, ORDERLY, READER_GONE, WRONG_INPUT
+from meshwright.spec.exits import FAILED, INTERRUPTED, OK, READER_GONE, WRONG_INPUT
 from meshwright.train.streams import reader_gone, stdout_fails
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -98,8 +98,9 @@ def run_guarded(main: Callable[[], int | None], *, debug: bool = False) -> int:
 
     UserError is 2, RunError and anything unexpected 1, KeyboardInterrupt 130, and 141 if nobody reads stdout any more.
     The error is recorded for the launcher; it is printed here only where no launcher of ours does so, and with its
-    traceback only if `debug`. A rank that fails never returns: it leaves by `os._exit`, because the teardown of a
-    process group whose peers are gone may hang or abort.
+    traceback only if `debug`. A rank never returns: it leaves by `os._exit`. The teardown of a process group whose
+    peers are gone may hang or abort, and in a process that is all done, a thread of the backend that still lets go of
+    a tensor while the interpreter ends aborts it.
     """
     try:
         code = main() or OK
@@ -112,15 +113,15 @@ def run_guarded(main: Callable[[], int | None], *, debug: bool = False) -> int:
         _leave(code)
     except BaseException as exc:
         if isinstance(exc, BrokenPipeError) and reader_gone():
-            return READER_GONE
-        if isinstance(exc, OSError) and (why := stdout_fails()):
-            exc = RunError(f"standard output cannot be written: {why}")
-        code = WRONG_INPUT if isinstance(exc, UserError) else FAILED
-        record_failure(exc)
-        if not os.environ.get(LAUNCHED):
-            _print_error(exc, debug)
-    if code not in ORDERLY:
-        _leave(code)
+            code = READER_GONE
+        else:
+            if isinstance(exc, OSError) and (why := stdout_fails()):
+                exc = RunError(f"standard output cannot be written: {why}")
+            code = WRONG_INPUT if isinstance(exc, UserError) else FAILED
+            record_failure(exc)
+            if not os.environ.get(LAUNCHED):
+                _print_error(exc, debug)
+    _leave(code)
     _flush()
     return code
 
