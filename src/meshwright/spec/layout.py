@@ -13,6 +13,7 @@ from meshwright.spec.words import not_yet, show
 Axis = Literal["tp", "cp", "dp", "pp"]
 AXES: tuple[Axis, ...] = ("tp", "cp", "dp", "pp")
 MOST_RANKS = 1_000_000  # far more than any machine has, and few enough to list
+Operators = Literal["linear", "attention", "softmax", "activation"]
 Ranks = Annotated[int, Field(gt=0, le=MOST_RANKS)]
 
 
@@ -37,7 +38,16 @@ class Layout(BaseModel):
     )
     zero_ahead: Annotated[int, Field(ge=0)] = Field(1, description="zero=3: units gathered before they are needed")
     sp: bool = Field(False, description="sequence parallelism beside tp")
-    recompute: Literal["none"] = Field("none", description="which activations are computed again in backward")
+    recompute: Literal["none", "full", "selective"] = Field(
+        "none",
+        description="what backward computes again: nothing; whole blocks; or all but the outputs of recompute_keep",
+    )
+    recompute_every: Annotated[int, Field(gt=0)] | Literal["sqrt"] = Field(
+        1, description="recompute=full: keep the input of every so many blocks; sqrt: about the root of their number"
+    )
+    recompute_keep: tuple[Operators, ...] = Field(
+        ("linear",), description="recompute=selective: the operators of a block whose outputs are kept"
+    )
     order: tuple[Axis, ...] = Field(AXES, description="axes from neighbouring ranks to distant ones")
 
     @model_validator(mode="after")
@@ -58,7 +68,20 @@ class Layout(BaseModel):
             for name in ("zero_gather", "zero_ahead"):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(f"{name}={getattr(self, name)} belongs to zero=3; leave it out")
+        if self.recompute != "full" and self.recompute_every != 1:
+            raise ValueError(f"recompute_every={self.recompute_every} belongs to recompute=full; leave it out")
+        if self.recompute != "selective" and self.recompute_keep != ("linear",):
+            raise ValueError(f"recompute_keep={show(list(self.recompute_keep))} belongs to recompute=selective")
+        if self.recompute == "selective" and not self.recompute_keep:
+            raise ValueError("recompute_keep=[] keeps nothing; that is recompute=full")
+        if len(set(self.recompute_keep)) < len(self.recompute_keep):
+            raise ValueError(f"recompute_keep={show(list(self.recompute_keep))} names an operator twice")
         return self
+
+    def region(self, layers: int) -> int:
+        """Blocks of a model of `layers` that are computed again together (the last region may have fewer)."""
+        every = round(math.sqrt(layers)) if self.recompute_every == "sqrt" else self.recompute_every
+        return min(every, layers)
 
     @property
     def data_ranks(self) -> int:

@@ -31,9 +31,7 @@ ALIASES = {
 }  # fmt: skip
 
 # What a run will one day take and does not yet: values of fields, and fields with what holds in their place.
-LATER_VALUES: dict[str, tuple[object, ...]] = {
-    "layout.recompute": ("selective", "full", "all"),
-}
+LATER_VALUES: dict[str, tuple[object, ...]] = {}
 LATER_FIELDS = {
     "layout.schedule": "leave it out: one stage needs no schedule",
     "model.experts": "leave it out: models are dense",

@@ -12,13 +12,16 @@ import torch
 from torch import Tensor
 
 from meshwright.comm.mesh import Mesh
+from meshwright.model.base import LanguageModel
 from meshwright.model.build import DTYPES, build
 from meshwright.model.dropout import DropoutKey
 from meshwright.model.init import fill_, initial
 from meshwright.model.loss import IGNORE
 from meshwright.parallel import zero
 from meshwright.parallel.flat import Piece, Precision
+from meshwright.parallel.recompute import Recompute
 from meshwright.spec.batch import micro_batches, micro_steps, part
+from meshwright.spec.layout import Layout
 from meshwright.spec.run import RunSpec
 from meshwright.train.data import Dataset
 from meshwright.train.lossscale import LossScale
@@ -70,6 +73,7 @@ class Trainer:
             run.model, attention=run.attention, loss=run.loss, dtype=DTYPES[run.precision], device="meta"
         )
         initials = initial(self.model)
+        self.recompute = _recompute(run.layout, self.model)
         self.sharded = zero.shard(self.model, mesh, run.layout.zero, options=_options(run))
         self.model.rebuild_buffers(mesh.device)
 
@@ -179,6 +183,13 @@ class Trainer:
             group.all_reduce(squares, reason="step.norm", phase="step")
             replicas = group.size // self.sharded.group.size
         return math.sqrt(float(squares) / replicas)
+
+
+def _recompute(layout: Layout, model: LanguageModel) -> Recompute | None:
+    if layout.recompute == "none":
+        return None
+    keep = layout.recompute_keep if layout.recompute == "selective" else ()
+    return Recompute(model.blocks, every=layout.region(len(model.blocks)), keep=keep)
 
 
 def _options(run: RunSpec) -> zero.Options:
