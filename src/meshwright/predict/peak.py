@@ -23,10 +23,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
 
 from meshwright.predict import activations, reductions
+from meshwright.predict.alive import Alive
 from meshwright.predict.params import units
 from meshwright.predict.states import DTYPE_BYTES, gradient_bytes, master_bytes, padded, shards
 from meshwright.spec.batch import micro_steps
@@ -55,16 +55,19 @@ class Moment:
         return sum(self.lines.values())
 
 
-def saved(run: RunSpec, sequences: int) -> list[activations.Saved]:
-    """What autograd keeps of a micro-batch of `sequences` sequences of this run."""
-    return activations.saved(
-        run.model,
-        batch=sequences,
-        seq=run.data.seq_len,
-        dtype_bytes=DTYPE_BYTES[run.precision],
-        attention=run.attention,
-        loss=run.loss,
-    )
+def saved(run: RunSpec, layout: Layout, sequences: int) -> list[activations.Saved]:
+    """What autograd keeps of a micro-batch of `sequences` sequences of this run, laid out so."""
+    return activations.saved(run.model, layout=layout, **_sizes(run, sequences))
+
+
+def _sizes(run: RunSpec, sequences: int) -> dict[str, Any]:
+    return {
+        "batch": sequences,
+        "seq": run.data.seq_len,
+        "dtype_bytes": DTYPE_BYTES[run.precision],
+        "attention": run.attention,
+        "loss": run.loss,
+    }
 
 
 def loss_workspace(
@@ -119,12 +122,8 @@ class _Step:
         self.place = {name: place for place, name in enumerate(self.names)}
         self.kept = reductions.kept(run, layout) if cpu else None
         self.wholes = reductions.wholes(run, layout)
-        self.begins: dict[str, int] = {}  # by module, also one around: saved when forward first comes to it
-        self.until = 0  # saved in all
-        for row in saved(run, sequences):
-            for around in accumulate(row.where.split("."), "{}.{}".format):
-                self.begins.setdefault(around, self.until)
-            self.until += row.bytes
+        self.alive = Alive(activations.storages(run.model, **_sizes(run, sequences)), layout)
+        self.region = 1 if layout.recompute == "none" else layout.region(self.spec.layers)
         self.hidden = self.tokens * self.spec.hidden * self.size
         self.ffn = self.tokens * self.spec.ffn_width * self.size
         self.scores = sequences * self.spec.heads * run.data.seq_len**2 * self.wide
@@ -135,11 +134,11 @@ class _Step:
         workspace = loss_workspace(self.spec, tokens=self.tokens, dtype_bytes=self.size, loss=self.run.loss)
         by_step = self.layout.zero_gather == "step"
         stay = [name for name in self.names if by_step or name in ("tied", self.names[-1])]
-        return self._moment("loss", self.names[-1], {"activations": self.until, **workspace}, gathered=stay)
+        return self._moment("loss", self.names[-1], {"activations": self.alive.everything, **workspace}, gathered=stay)
 
     def head(self) -> Moment:
         lines = {
-            "activations": self._saved_before(""),
+            "activations": self.alive.before(""),
             "logits": self.tokens * self.spec.vocab * self.size,
             "fresh gradients": self.table,
             "temporaries": self.hidden,
@@ -149,11 +148,11 @@ class _Step:
     def final_norm(self) -> Moment:
         # On the CPU, RMSNorm's backward has about four copies of the hidden states, in float32 at least.
         norm = 4 * self.hidden // self.size * self.wide if self.llama else self.hidden
-        lines = {"activations": self._saved_before("lm_head"), "temporaries": self.hidden + norm}
+        lines = {"activations": self.alive.before("lm_head"), "temporaries": self.hidden + norm}
         return self._moment("final norm", self.names[-1], lines, tied=True)
 
     def mlp(self, index: int) -> Iterator[Moment]:
-        end = self._saved_before(self._block(index + 1), "model.norm", "transformer.ln_f")
+        end = self.alive.block_ends[index]
         what, unit = f"MLP of block {index}", f"blocks.{index}"
         last = {
             "activations": end,
@@ -167,7 +166,7 @@ class _Step:
         yield self._moment(what, unit, inner, tied=True)
 
     def attention(self, index: int) -> Moment:
-        end = self._saved_before(f"{self._block(index)}.{'post_attention_layernorm' if self.llama else 'ln_2'}")
+        end = self.alive.before(f"{self._block(index)}.{'post_attention_layernorm' if self.llama else 'ln_2'}")
         heads = self.spec.heads + 2 * self.spec.num_kv_heads
         temporaries = 2 * self.hidden + self.tokens * heads * self.spec.head_width * self.size
         if self.run.attention == "explicit":
@@ -213,12 +212,11 @@ class _Step:
         micros = micro_steps(self.run.batch.sequences, self.layout.data_ranks, self.run.batch.micro)
         if self.layout.zero_gather == "step":
             return self.names if micros > 1 else self.names[: place + 1]
-        near = self.names[max(place - self.layout.zero_ahead, 0) : place + 1]
+        first = place
+        if self.names[place].startswith("blocks."):  # a region's blocks stay from its recompute until each is done
+            first -= int(self.names[place].removeprefix("blocks.")) % self.region
+        near = self.names[max(first - self.layout.zero_ahead, 0) : place + 1]
         return [name for name in dict.fromkeys(("tied", *near)) if name in self.place and name != "embedding"]
 
     def _block(self, index: int) -> str:
         return f"model.layers.{index}" if self.llama else f"transformer.h.{index}"
-
-    def _saved_before(self, *modules: str) -> int:
-        """Bytes saved before forward comes to the first of `modules` that saves anything."""
-        return next((self.begins[module] for module in modules if module in self.begins), self.until)

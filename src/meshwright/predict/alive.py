@@ -1,0 +1,51 @@
+"""Bytes of activations that are alive at each place that backward comes to, from the end of the model to its beginning.
+
+    ==========================  =====================================================================================
+    place                       alive
+    ==========================  =====================================================================================
+    behind the blocks           what each region keeps, and what is saved behind them up to there
+    in region r                 what the regions before it keep, and of r what autograd saves up to there: when
+                                backward first comes to a region it is computed again, and what it kept is used up
+    before the blocks           what the embedding saves
+    ==========================  =====================================================================================
+
+Without recompute each block is a region that keeps what autograd saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from meshwright.predict.activations import Parts, Storage, kept, total
+from meshwright.spec.layout import Layout
+
+
+class Alive:
+    """Bytes alive, by place. `everything` is what forward leaves to backward."""
+
+    def __init__(self, parts: Parts, layout: Layout) -> None:
+        self._begins: dict[str, int] = {}  # by module, also one around: alive when forward first comes to it
+        self.block_ends: list[int] = []  # by block: alive when backward enters it
+        self.kept = [total(region) for region in kept(parts, layout)]
+        every = 1 if layout.recompute == "none" else layout.region(len(parts.blocks))
+        base = self._walk(parts.before, 0)
+        for region, held in enumerate(self.kept):
+            until = base
+            for block in parts.blocks[region * every : (region + 1) * every]:
+                until = self._walk([row for row in block if row.saved], until)
+                self.block_ends.append(until)
+            base += held
+        self.everything = self._walk(parts.after, base)
+
+    def before(self, *modules: str) -> int:
+        """Bytes that are alive before forward comes to the first of `modules` that saves anything, or else at the
+        end."""
+        return next((self._begins[module] for module in modules if module in self._begins), self.everything)
+
+    def _walk(self, rows: Sequence[Storage], until: int) -> int:
+        for row in rows:
+            for around in accumulate(row.where.split("."), "{}.{}".format):
+                self._begins.setdefault(around, until)
+            until += row.bytes
+        return until
