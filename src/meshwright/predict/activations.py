@@ -106,16 +106,21 @@ def kept(parts: Parts, layout: Layout) -> list[list[Saved]]:
     """What each region keeps, in the order of forward; without recompute each block is one, and keeps all it saves."""
     if layout.recompute == "none":
         return [[row for row in block if row.saved] for block in parts.blocks]
-    words = layout.recompute_keep if layout.recompute == "selective" else ()
     every = layout.region(len(parts.blocks))
     found = []
     for start in range(0, len(parts.blocks), every):
         blocks = parts.blocks[start : start + every]
         rows = [row for block in blocks for row in block]
-        stop = max((place for place, row in enumerate(rows) if row.saved), default=0)
-        stay = rows[:1] + [row for row in rows if row.shared] + [row for row in rows[: stop + 1] if row.by in words]
+        stay = [*rows[:1], *(row for row in rows if row.shared), *outputs(rows, layout)]
         found.append([Saved(_module(blocks[-1]), row.what, row.bytes) for row in stay])
     return found
+
+
+def outputs(rows: Sequence[Storage], layout: Layout) -> list[Storage]:
+    """The outputs of kept operators in a region of these `rows`."""
+    words = layout.recompute_keep if layout.recompute == "selective" else ()
+    stop = max((place for place, row in enumerate(rows) if row.saved), default=-1)
+    return [row for row in rows[: stop + 1] if row.by in words]
 
 
 def _module(block: Sequence[Storage]) -> str:

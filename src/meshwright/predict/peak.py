@@ -9,6 +9,8 @@ gathered unit or temporary meets most of what is still saved:
     loss         the loss's copies of the logits; with ZeRO 3 the last unit
     head         the gradients of the logits, of the head's weight and input; the last unit and those ahead
     final norm   the temporaries of its backward
+    recompute    q, k, v, the scores with their mask, the softmax and its dropout: counted where attention is written
+                 out and outputs are kept, for those of later operators are there too; else the MLP is fuller
     MLP          the gradients of its activations, then one of its weights; the unit and those ahead
     attention    the gradients of q, k, v, and of the scores where it is written out; the unit and those ahead
     embedding    its whole gradient, though few rows of it differ from zero
@@ -103,6 +105,8 @@ def moments(run: RunSpec, layout: Layout, sequences: int, *, cpu: bool) -> Itera
             yield step.head()
         yield step.final_norm()
         for index in reversed(range(run.model.layers)):
+            if layout.recompute == "selective" and run.attention == "explicit":
+                yield from step.recompute(index)
             yield from step.mlp(index)
             yield step.attention(index)
         yield step.embedding()
@@ -126,6 +130,8 @@ class _Step:
         self.region = 1 if layout.recompute == "none" else layout.region(self.spec.layers)
         self.hidden = self.tokens * self.spec.hidden * self.size
         self.ffn = self.tokens * self.spec.ffn_width * self.size
+        heads = self.spec.heads + 2 * self.spec.num_kv_heads
+        self.heads = self.tokens * heads * self.spec.head_width * self.size  # q, k and v
         self.scores = sequences * self.spec.heads * run.data.seq_len**2 * self.wide
         self.table = self.spec.vocab * self.spec.hidden * self.size
         self.llama = self.spec.family == "llama"
@@ -151,6 +157,20 @@ class _Step:
         lines = {"activations": self.alive.before("lm_head"), "temporaries": self.hidden + norm}
         return self._moment("final norm", self.names[-1], lines, tied=True)
 
+    def recompute(self, index: int) -> Iterator[Moment]:
+        square = self.scores // self.wide
+        masked = square * self.size if self.spec.causal else 0
+        # The softmax is kept, or is made anew of a float32 copy where the scores are narrower.
+        again = 0 if "softmax" in self.layout.recompute_keep else self.scores * (1 + (self.size < self.wide))
+        # A dropout mask is hashed in 32 bits, and the weights are filled, then scaled.
+        hashed = 2 * square * max(self.size, 4) if self.spec.attn_dropout else 0
+        for before, temporaries in (("scores", masked), ("softmax", masked + again), ("dropped weights", hashed)):
+            lines = {
+                "activations": self.alive.recomputing(index, before),
+                "temporaries": self.hidden + self.heads + temporaries,
+            }
+            yield self._moment(f"recompute of block {index}", f"blocks.{index}", lines, tied=True)
+
     def mlp(self, index: int) -> Iterator[Moment]:
         end = self.alive.block_ends[index]
         what, unit = f"MLP of block {index}", f"blocks.{index}"
@@ -167,8 +187,7 @@ class _Step:
 
     def attention(self, index: int) -> Moment:
         end = self.alive.before(f"{self._block(index)}.{'post_attention_layernorm' if self.llama else 'ln_2'}")
-        heads = self.spec.heads + 2 * self.spec.num_kv_heads
-        temporaries = 2 * self.hidden + self.tokens * heads * self.spec.head_width * self.size
+        temporaries = 2 * self.hidden + self.heads
         if self.run.attention == "explicit":
             temporaries += 2 * self.scores
         lines = {"activations": end, "temporaries": temporaries}
