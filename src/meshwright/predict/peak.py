@@ -211,9 +211,9 @@ class _Step:
     ) -> Moment:
         """tied: whether a tied weight's gradient from the head waits for the embedding's."""
         place = self.place[unit]
-        names = self._gathered(place) if gathered is None else gathered
         found = dict.fromkeys(LINES, 0) | lines
         if self.layout.zero == 3:
+            names = self._gathered(place) if gathered is None else gathered
             found["gathered units"] = sum(self.padded[name] for name in names) * self.size
         if self.kept is not None:
             found["reductions"] = self.kept
@@ -231,9 +231,9 @@ class _Step:
         micros = micro_steps(self.run.batch.sequences, self.layout.data_ranks, self.run.batch.micro)
         if self.layout.zero_gather == "step":
             return self.names if micros > 1 else self.names[: place + 1]
-        first = place
-        if self.names[place].startswith("blocks."):  # a region's blocks stay from its recompute until each is done
-            first -= int(self.names[place].removeprefix("blocks.")) % self.region
+        kind, _, index = self.names[place].partition(".")
+        # A region's blocks stay from its recompute until backward has been through each.
+        first = place - (int(index) % self.region if kind == "blocks" else 0)
         near = self.names[max(first - self.layout.zero_ahead, 0) : place + 1]
         return [name for name in dict.fromkeys(("tied", *near)) if name in self.place and name != "embedding"]
 

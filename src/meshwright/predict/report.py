@@ -61,7 +61,8 @@ class Prediction:
         result["traffic"] = [
             {**asdict(row.key), "count": row.count, "payload": row.payload, "wire": row.wire} for row in self.traffic
         ]
-        result["flops"]["executed_per_step"]["total"] = self.flops.executed_per_step.total
+        executed = self.flops.executed_per_step
+        result["flops"]["executed_per_step"] |= {"total": executed.total, "recompute_share": executed.recompute_share}
         return result
 
 
@@ -76,7 +77,7 @@ def predict(run: RunSpec, ranks: int | None = None, device: Device | None = None
     rows = traffic(run, layout)
     per_token = model_flops(run.model, seq=seq)
     tokens = sequences * seq
-    executed = counted(run.model, batch=sequences, seq=seq, attention=run.attention, loss=run.loss)
+    executed = counted(run.model, batch=sequences, seq=seq, attention=run.attention, loss=run.loss, layout=layout)
     held = [memory(run, layout, rank, device) for rank in _kinds(sequences, data_ranks)]
     return Prediction(
         layout=layout,
