@@ -139,6 +139,25 @@ def test_options_of_the_ladder(ranks, layout, family):
     assert_proven(judge(run, 2, ranks.run(4, evidence, run, 2), expected(family)))
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"recompute": "full"},
+        {"recompute": "full", "recompute_every": 2, "zero": 1},
+        {"recompute": "selective", "zero": 2},
+        {"recompute": "selective", "recompute_keep": ("attention",), "zero": 3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_recompute(ranks, layout, family):
+    """Traffic as without, and activations to the byte."""
+    run = make_run(FAMILIES[family], dp=2, sequences=SEQUENCES, micro=3, layout=layout)
+    report = judge(run, 2, ranks.run(2, evidence, run, 2), expected(family))
+    assert_proven(report)
+    assert all(check.expected == check.found > 0 for check in report.activations)
+
+
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("dp", [5, 7])
 def test_shards_that_divide_nothing(ranks, zero, dp):
