@@ -30,16 +30,15 @@ class Alive:
         self._begins: dict[str, int] = {}  # by module, also one around: alive when forward first comes to it
         self.block_begins: list[int] = []  # by block: alive when backward leaves it
         self.block_ends: list[int] = []  # and when backward enters it
-        self.kept = [total(region) for region in kept(parts, layout)]
         every = 1 if layout.recompute == "none" else layout.region(len(parts.blocks))
         base = self._walk(parts.before, 0)
-        for region, held in enumerate(self.kept):
+        for region, held in enumerate(kept(parts, layout)):
             until = base
             for block in parts.blocks[region * every : (region + 1) * every]:
                 self.block_begins.append(until)
                 until = self._walk([row for row in block if row.saved], until)
                 self.block_ends.append(until)
-            base += held
+            base += total(held)
         self.everything = self._walk(parts.after, base)
 
     def before(self, *modules: str) -> int:
@@ -50,7 +49,7 @@ class Alive:
     def recomputing(self, index: int, what: str) -> int:
         """Bytes alive when block `index`, a region of its own, has been computed again up to its storage `what`."""
         rows = self.parts.blocks[index]
-        place = next((place for place, row in enumerate(rows) if row.what == what), len(rows))
+        place = [row.what for row in rows].index(what) if rows else 0
         done = [row for row in rows[:place] if row.saved]
         waiting = [row for row in outputs(rows, self.layout) if row not in rows[:place]]
         return self.block_begins[index] + total(done) + total(waiting)

@@ -162,9 +162,10 @@ class _Step:
         masked = square * self.size if self.spec.causal else 0
         # The softmax is kept, or is made anew of a float32 copy where the scores are narrower.
         again = 0 if "softmax" in self.layout.recompute_keep else self.scores * (1 + (self.size < self.wide))
-        # A dropout mask is hashed in 32 bits, and the weights are filled, then scaled.
-        hashed = 2 * square * max(self.size, 4) if self.spec.attn_dropout else 0
-        for before, temporaries in (("scores", masked), ("softmax", masked + again), ("dropped weights", hashed)):
+        places = {"scores": masked, "softmax": masked + again}
+        if self.spec.attn_dropout:  # a mask is hashed in 32 bits, and the weights are filled, then scaled
+            places["dropped weights"] = 2 * square * max(self.size, 4)
+        for before, temporaries in places.items():
             lines = {
                 "activations": self.alive.recomputing(index, before),
                 "temporaries": self.hidden + self.heads + temporaries,
