@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from meshwright.predict.activations import total
-from meshwright.predict.flops import counted
 from meshwright.predict.memory import Device, memory
 from meshwright.predict.peak import saved
+from meshwright.predict.report import executed
 from meshwright.spec.layout import Layout
 from meshwright.spec.run import RunSpec
 
@@ -105,21 +105,13 @@ def largest_micro(run: RunSpec, layout: Layout, capacity: int, device: Device | 
 
 def _mode(run: RunSpec, layout: Layout, device: Device | None, capacity: int | None, *, this_run: bool) -> Mode:
     held = memory(run, layout, 0, device)
-    flops = counted(
-        run.model,
-        batch=run.batch.sequences,
-        seq=run.data.seq_len,
-        attention=run.attention,
-        loss=run.loss,
-        layout=layout,
-    )
     return Mode(
         layout=layout,
         every=layout.region(run.model.layers),
         kept=total(saved(run, layout, held.sequences)),
         peak=held.total,
         states=held.states,
-        recompute_share=flops.recompute_share,
+        recompute_share=executed(run, layout).recompute_share,
         this_run=this_run,
         fit=None if capacity is None else fit(run, layout, capacity, device),
     )
