@@ -1,6 +1,9 @@
 """Peak memory of a rank at each ZeRO stage: predicted, and measured over its second step on the CPU.
 
     python benchmarks/memory.py [--ranks 2] [--precision fp32] [--accumulate 1] [--only NAME …]
+    python benchmarks/memory.py --recompute [--ranks 2] [--only NAME …]
+
+With --recompute, of each way to compute activations again; and FLOPs, of which nothing is measured here.
 
 Measured are live storages (see meshwright.verify.peak), so the figures are exact and the same on every machine; the
 workspace inside single operations and the libraries' own memory are not in them.
@@ -14,8 +17,11 @@ import torch
 
 import race
 from data_parallel import Tokens
+from meshwright.cli.tables import recompute_words
 from meshwright.comm.mesh import Mesh
 from meshwright.predict.memory import memory
+from meshwright.predict.modes import COMPARED
+from meshwright.predict.report import predict
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import Batch, Data, RunSpec
@@ -31,21 +37,29 @@ CASES = {
     "many tokens": (ModelSpec(family="llama", vocab=256, hidden=64, layers=6, heads=4, ffn=176, max_seq=128), 4, 128),
     "gpt2": (ModelSpec(family="gpt2", vocab=2048, hidden=96, layers=8, heads=4, max_seq=128), 2, 128),
 }  # fmt: skip
+DEEP_CASES = {
+    "llama": (ModelSpec(family="llama", vocab=256, hidden=64, layers=16, heads=4, ffn=176, max_seq=128), 4, 128),
+    "gpt2": (ModelSpec(family="gpt2", vocab=256, hidden=64, layers=16, heads=4, max_seq=128), 4, 128),
+}
+"""For --recompute: deep, with enough tokens that activations count."""
+STAGES = [{"zero": stage} for stage in range(4)]
+WAYS = [{"zero": stage, **way} for way in COMPARED for stage in (0, 1, 3)]
 
 
-def measure(rank: int, ranks: int, precision: str, accumulate: int, names: list[str]) -> None:
+def measure(rank: int, ranks: int, precision: str, accumulate: int, names: list[str], recompute: bool) -> None:
     for name in names:
-        model, sequences, seq_len = CASES[name]
+        model, sequences, seq_len = (DEEP_CASES if recompute else CASES)[name]
         if rank == 0:
             print(f"{name}, {ranks} ranks, {precision}, {accumulate} micro-batch{'es' * (accumulate > 1)}")
-            print("  stage    predicted     measured   measured/predicted")
-        for stage in range(4):
+            print(f"  {'recompute':34}stage    predicted     measured   measured/predicted   FLOPs computed again")
+        for fields in WAYS if recompute else STAGES:
+            layout = Layout.model_validate({"dp": ranks, **fields})
             run = RunSpec.model_validate(
                 {
                     "model": model,
                     "data": Data(seq_len=seq_len),
                     "batch": Batch(sequences=ranks * sequences * accumulate, micro=sequences),
-                    "layout": Layout(dp=ranks, zero=stage),
+                    "layout": layout,
                     "precision": precision,
                     "device": "cpu",
                 }
@@ -60,9 +74,11 @@ def measure(rank: int, ranks: int, precision: str, accumulate: int, names: list[
             step()
             measured = peak(trainer, step).total
             trainer.sharded.settle()
-            foretold = memory(run, run.layout, rank).total
+            foretold = memory(run, layout, rank).total
+            again = predict(run).flops.executed_per_step.recompute_share
             if rank == 0:
-                print(f"  {stage:5} {foretold:12,} {measured:12,}   {measured / foretold:.4f}", flush=True)
+                words = f"  {recompute_words(layout):34}{layout.zero:5}"
+                print(f"{words} {foretold:12,} {measured:12,}   {measured / foretold:18.4f}   {again:.1%}", flush=True)
 
 
 if __name__ == "__main__":
@@ -70,6 +86,10 @@ if __name__ == "__main__":
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16"])
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches a step")
-    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--recompute", action="store_true", help="each way to recompute, at stages 0, 1 and 3")
+    parser.add_argument("--only", nargs="+", choices=dict.fromkeys([*CASES, *DEEP_CASES]))
     options = parser.parse_args()
-    race.start_ranks(options.ranks, measure, options.ranks, options.precision, options.accumulate, options.only)
+    names = options.only or list(DEEP_CASES if options.recompute else CASES)
+    race.start_ranks(
+        options.ranks, measure, options.ranks, options.precision, options.accumulate, names, options.recompute
+    )

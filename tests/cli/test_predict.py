@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from meshwright.cli.common import in_bytes
 from meshwright.cli.main import run
 from meshwright.cli.tables import flops, size
 from meshwright.predict.report import predict
@@ -55,6 +57,67 @@ def test_joined_units(capsys: pytest.CaptureFixture[str]) -> None:
     assert "embedding..head 1,220,000" in " ".join(printed(capsys).split())
     deep = printed(capsys, "model.layers=12", "layout.zero_join=500000").split()
     assert "blocks.2..blocks.3 to blocks.8..blocks.9, each 568,960 blocks.10..head" in " ".join(deep)
+
+
+LLAMA = ["model=llama3-8b", "data.seq_len=4096", "batch.micro=1", "precision=bf16", "layout.zero=3", "--ranks", "64"]
+
+
+def test_modes_of_recompute_stand_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(printed(capsys, *LLAMA, "--recompute", "--capacity", "80GB", "--json"))["recompute"]
+    out = printed(capsys, *LLAMA, "--recompute", "--capacity", "80GB")
+    lines = [re.split(r"  +", line.strip()) for line in out[out.index("Recompute,") :].splitlines()]
+    names = [
+        "none (this run)",
+        "full",
+        "full every sqrt = 6",
+        "selective keep linear",
+        "selective keep linear attention",
+    ]
+    for name, mode in zip(names, found, strict=True):
+        figures = [size(mode[key]) for key in ("kept", "peak", "states")]
+        micro = mode["fit"]["largest_micro"]
+        assert [name, *figures, f"{mode['recompute_share']:.1%}", "yes", f"{micro}"] in lines
+    assert not any("…" in line for line in out.splitlines())
+
+
+def test_a_capacity_is_compared_with_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    held = predict(load_run(None, [])).memory.total
+    for capacity, words in (
+        (held, "yes: 0 B to spare of"),
+        (held - 1, "no: 1 B more than"),
+        (1, "no batch.micro does"),
+    ):
+        assert words in printed(capsys, "-q", "--capacity", f"{capacity}B")
+        found = json.loads(printed(capsys, "--json", "--capacity", f"{capacity}B"))["capacity"]
+        assert (found["capacity"], found["fits"]) == (capacity, capacity >= held)
+        assert found["largest_micro"] == {held: 4, held - 1: 3, 1: 0}[capacity]
+    assert "fits" not in printed(capsys, "-q")
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("80GB", 80 * 10**9), ("80GiB", 80 * 2**30), ("24.5 GB", 24_500_000_000), ("1TiB", 2**40), ("7B", 7)],
+)
+def test_capacities(text: str, number: int) -> None:
+    assert in_bytes(text) == number
+
+
+@pytest.mark.parametrize("text", ["80", "GB", "80gb", "0GB", "-1GB", "80GX", ""])
+def test_no_capacity(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["predict", f"--capacity={text}"]) == 2
+    assert f"'{text}' is no size; write 80GB" in capsys.readouterr().err
+
+
+def test_recompute_is_in_the_layouts_words(capsys: pytest.CaptureFixture[str]) -> None:
+    for fields, words in (
+        ({}, "dp=2: 2 ranks"),
+        ({"recompute": "full"}, "dp=2, recompute full: 2 ranks"),
+        ({"recompute": "full", "recompute_every": "sqrt"}, "dp=2, recompute full every sqrt: 2 ranks"),
+        ({"recompute": "selective", "zero": 1}, "dp=2, zero=1, recompute selective keep linear: 2 ranks"),
+    ):
+        out = printed(capsys, *(f"layout.{name}={value}" for name, value in fields.items()))
+        assert words in out
+        assert ("computed again" in out) == ("recompute" in fields)
 
 
 def test_one_rank_sends_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,14 +1,19 @@
 """FLOPs foretold, against what torch counts in the plain model and against published formulas."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from meshwright.model.build import build
+from meshwright.model.dropout import DropoutKey
 from meshwright.model.init import initialise_
+from meshwright.parallel.recompute import Recompute
 from meshwright.predict import flops
 from meshwright.predict.params import count, embedding_count
 from meshwright.predict.peaks import peak
+from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.presets import PRESETS
 
@@ -24,6 +29,11 @@ SPECS = {
     "gpt2": GPT2,
     "gpt2 untied, narrow": GPT2.model_copy(update={"tied": False, "ffn": 10}),
     "not causal": GPT2.model_copy(update={"causal": False}),
+}
+
+DROPPED = {
+    "residual dropout": GPT2.model_copy(update={"resid_dropout": 0.1}),
+    "attention dropout": GPT2.model_copy(update={"attn_dropout": 0.1}),
 }
 
 
@@ -47,20 +57,72 @@ UNKNOWN_TO_TORCH = {
 }
 
 
+def count_of(
+    spec: ModelSpec, attention: str, loss: str, layout: Layout | None = None, batch: int = 3, seq: int = 8
+) -> tuple[int, int]:
+    """FLOPs that torch counts in forward and in backward."""
+    model = build(spec, attention=attention, loss=loss).train()  # type: ignore[arg-type]
+    model.rebuild_buffers(torch.device("cpu"))
+    initialise_(model, 0)
+    if layout is not None and layout.recompute != "none":
+        keep = layout.recompute_keep if layout.recompute == "selective" else ()
+        Recompute(model.blocks, every=layout.region(spec.layers), keep=keep)
+    tokens = torch.randint(spec.vocab, (batch, seq))
+    with FlopCounterMode(display=False, custom_mapping=UNKNOWN_TO_TORCH) as counter:
+        value = model(tokens, tokens, dropout=DropoutKey(0, 0, torch.arange(batch)))
+        forward = counter.get_total_flops()
+        value.backward()
+    return forward, counter.get_total_flops() - forward
+
+
 @pytest.mark.parametrize("loss", ["full", "chunked"])
 @pytest.mark.parametrize("attention", ["sdpa", "explicit"])
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_counted_is_what_torch_counts(spec: ModelSpec, attention: str, loss: str) -> None:
-    model = build(spec, attention=attention, loss=loss)
-    model.rebuild_buffers(torch.device("cpu"))
-    initialise_(model, 0)
-    tokens = torch.randint(spec.vocab, (3, 8))
-    with FlopCounterMode(display=False, custom_mapping=UNKNOWN_TO_TORCH) as counter:
-        value = model(tokens, tokens)
-        forward = counter.get_total_flops()
-        value.backward()
     expected = flops.counted(spec, batch=3, seq=8, attention=attention, loss=loss)  # type: ignore[arg-type]
-    assert (forward, counter.get_total_flops() - forward) == (expected.forward, expected.backward)
+    assert count_of(spec, attention, loss) == (expected.forward, expected.backward)
+    assert expected.recompute == 0
+
+
+RECOMPUTED = [
+    Layout(recompute="full"),
+    Layout(recompute="full", recompute_every=2),
+    Layout(recompute="full", recompute_every=3),
+    Layout(recompute="selective"),
+    Layout(recompute="selective", recompute_keep=("attention",)),
+    Layout(recompute="selective", recompute_keep=("linear", "attention")),
+    Layout(recompute="selective", recompute_keep=("softmax", "activation")),
+]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "explicit"])
+@pytest.mark.parametrize("spec", (SPECS | DROPPED).values(), ids=SPECS | DROPPED)
+def test_counted_again_is_what_torch_counts_more(spec: ModelSpec, attention: str) -> None:
+    if spec.attn_dropout:
+        attention = "explicit"
+    spec = spec.model_copy(update={"layers": 3})
+    for layout in RECOMPUTED:
+        expected = flops.counted(spec, batch=3, seq=8, attention=attention, layout=layout)  # type: ignore[arg-type]
+        counted = count_of(spec, attention, "full", layout)
+        assert counted == (expected.forward, expected.backward + expected.recompute), layout
+        assert expected.total == sum(counted)
+
+
+def test_a_whole_forward_once_more_would_be_a_third_and_recompute_takes_less() -> None:
+    """Llama 3 8B at 8,192 tokens: without head, attention and last products the rest comes to about a quarter."""
+    spec = PRESETS["llama3-8b"]
+
+    def share(**options: Any) -> float:
+        layout = Layout(recompute=options.pop("recompute", "full"), **options)
+        return flops.counted(spec, batch=1, seq=8192, attention="explicit", layout=layout).recompute_share
+
+    plain = flops.counted(spec, batch=1, seq=8192, attention="explicit")
+    assert plain.forward / plain.total == pytest.approx(1 / 3, rel=1e-12)
+    assert share(recompute="selective", recompute_keep=("linear", "attention")) == 0
+    assert share(recompute="selective") < 0.08 < 0.2 < share() < share(recompute_every="sqrt") < 1 / 3
+    # Region by region one product less: down's of each block, or of every sixth.
+    down = 2 * 8192 * spec.hidden * spec.ffn_width
+    assert share(recompute_every="sqrt") - share() == pytest.approx((32 - 6) * down / plain.total)
 
 
 def test_counted_is_the_published_formula_for_gpt() -> None:

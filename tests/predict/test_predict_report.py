@@ -63,8 +63,20 @@ def test_json_has_totals_beside_parts() -> None:
     assert data["traffic"][0]["reason"] == "zero.reduce"
     assert data["wire_per_step"] == sum(row["wire"] for row in data["traffic"])
     assert data["flops"]["executed_per_step"]["total"] == sum(
-        data["flops"]["executed_per_step"][k] for k in ("forward", "backward")
+        data["flops"]["executed_per_step"][k] for k in ("forward", "backward", "recompute")
     )
+
+
+def test_recompute_is_executed_and_never_utilisation() -> None:
+    plain = predict(RunSpec()).flops
+    again = predict(RunSpec(layout=Layout(recompute="full"))).flops
+    assert again.model_per_step == plain.model_per_step
+    executed = again.executed_per_step
+    assert (executed.forward, executed.backward) == (plain.executed_per_step.forward, plain.executed_per_step.backward)
+    assert executed.total == plain.executed_per_step.total + executed.recompute
+    assert 0.2 < executed.recompute_share < 1 / 3
+    data = predict(RunSpec(layout=Layout(recompute="full"))).to_dict()
+    assert data["flops"]["executed_per_step"]["recompute_share"] == executed.recompute_share
 
 
 def test_a_layout_that_does_not_fit_the_ranks_is_refused() -> None:

@@ -7,8 +7,10 @@ from torch import Tensor, nn
 from meshwright.model.build import build
 from meshwright.model.dropout import DropoutKey
 from meshwright.model.init import initialise_
+from meshwright.parallel.recompute import Recompute
 from meshwright.predict import activations
 from meshwright.predict.activations import Saved
+from meshwright.spec.layout import Layout, Operators
 from meshwright.spec.model import ModelSpec, RopeScaling
 from meshwright.verify.activations import Kept, SavedBytes, compare, measure
 
@@ -34,17 +36,55 @@ SPECS = {
     "gpt2 dropout": GPT2.model_copy(update={"embd_dropout": 0.1, "resid_dropout": 0.2}),
     "gpt2 attention dropout": GPT2.model_copy(update={"attn_dropout": 0.1}),
 }
+NONE = Layout()
+EVERYTHING: tuple[Operators, ...] = ("linear", "attention", "softmax", "activation")
+RECOMPUTED = {
+    "full": Layout(recompute="full"),
+    "full, every 2": Layout(recompute="full", recompute_every=2),  # a whole region, and one that is left over
+    "full, every 3": Layout(recompute="full", recompute_every=3),
+    "selective": Layout(recompute="selective"),
+    **{
+        f"keep {', '.join(words)}": Layout(recompute="selective", recompute_keep=words)
+        for words in (
+            ("attention",),
+            ("softmax",),
+            ("activation",),
+            ("linear", "attention"),
+            ("softmax", "activation"),
+            EVERYTHING,
+        )
+    },
+}
 
 
-def step(spec: ModelSpec, batch: int, seq: int, dtype: torch.dtype, attention: str, loss: str) -> SavedBytes:
+def step(
+    spec: ModelSpec, batch: int, seq: int, dtype: torch.dtype, attention: str, loss: str, layout: Layout = NONE
+) -> SavedBytes:
     model = build(spec, attention=attention, loss=loss, dtype=dtype).train()  # type: ignore[arg-type]
     initialise_(model, 0)
+    if layout.recompute != "none":
+        keep = layout.recompute_keep if layout.recompute == "selective" else ()
+        Recompute(model.blocks, every=layout.region(spec.layers), keep=keep)
     tokens = torch.randint(spec.vocab, (batch, seq))
     key = DropoutKey(0, 0, torch.arange(batch))
     return measure(model, lambda: model(tokens, tokens, dropout=key).backward(), inputs=(tokens,))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "float64"])
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "float64": torch.float64}
+
+
+def agree(
+    spec: ModelSpec, batch: int, seq: int, dtype: torch.dtype, attention: str, loss: str, layout: Layout = NONE
+) -> None:
+    measured = step(spec, batch, seq, dtype, attention, loss, layout)
+    foretold = activations.saved(
+        spec, batch=batch, seq=seq, dtype_bytes=dtype.itemsize, attention=attention, loss=loss, layout=layout  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert compare(foretold, measured) == [], (batch, seq, layout)
+    assert activations.total(foretold) == measured.total
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("loss", ["full", "chunked"])
 @pytest.mark.parametrize("attention", ["sdpa", "explicit"])
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
@@ -52,12 +92,23 @@ def test_prediction_is_the_measurement(spec: ModelSpec, attention: str, loss: st
     if spec.attn_dropout and attention == "sdpa":
         attention = "explicit"  # the other is refused
     for batch, seq in ((3, 8), (1, 8), (2, 1)):
-        measured = step(spec, batch, seq, dtype, attention, loss)
-        foretold = activations.saved(
-            spec, batch=batch, seq=seq, dtype_bytes=dtype.itemsize, attention=attention, loss=loss  # type: ignore[arg-type]
-        )  # fmt: skip
-        assert compare(foretold, measured) == []
-        assert activations.total(foretold) == measured.total
+        agree(spec, batch, seq, dtype, attention, loss)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("attention", ["sdpa", "explicit"])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_prediction_is_the_measurement_with_recompute(spec: ModelSpec, attention: str, dtype: torch.dtype) -> None:
+    if spec.attn_dropout and attention == "sdpa":
+        attention = "explicit"
+    spec = spec.model_copy(update={"layers": 3})
+    chosen = [RECOMPUTED[name] for name in ("full, every 2", "selective", f"keep {', '.join(EVERYTHING)}")]
+    for layout in chosen if dtype == torch.float64 else RECOMPUTED.values():
+        agree(spec, 3, 8, dtype, attention, "full", layout)
+    for layout in chosen:
+        for batch, seq in ((1, 16), (2, 1)):
+            agree(spec, batch, seq, dtype, attention, "full", layout)
+    agree(spec, 3, 8, dtype, attention, "chunked", chosen[0])
 
 
 def test_many_chunks_of_the_loss_keep_no_more_than_one() -> None:

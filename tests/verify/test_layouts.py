@@ -185,6 +185,25 @@ def test_a_run_that_joins_otherwise_than_predicted_is_found(ranks, zero, join):
     assert report.worst < 1e-10  # what is computed is right either way
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"recompute": "full"},
+        {"recompute": "full", "recompute_every": 2, "zero": 1},
+        {"recompute": "selective", "zero": 2},
+        {"recompute": "selective", "recompute_keep": ("attention",), "zero": 3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_recompute(ranks, layout, family):
+    """Traffic as without, and activations to the byte."""
+    run = make_run(FAMILIES[family], dp=2, sequences=SEQUENCES, micro=3, layout=layout)
+    report = judge(run, 2, ranks.run(2, evidence, run, 2), expected(family))
+    assert_proven(report)
+    assert all(check.expected == check.found > 0 for check in report.activations)
+
+
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("dp", [5, 7])
 def test_shards_that_divide_nothing(ranks, zero, dp):

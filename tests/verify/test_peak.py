@@ -120,6 +120,42 @@ def test_joined_units(ranks, model, precision):
     compared(ranks, run, [Layout(dp=2, zero=stage, zero_join=join) for stage in (0, 1) for join in (200_000, 10**6)])
 
 
+RECOMPUTED = [
+    {},
+    {"recompute": "full"},
+    {"recompute": "full", "recompute_every": "sqrt"},
+    {"recompute": "selective"},
+    {"recompute": "selective", "recompute_keep": ("linear", "attention")},
+    {"recompute": "selective", "recompute_keep": ("linear", "attention", "softmax", "activation")},
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "stages", "options"),
+    [
+        (DEEP, (0, 1, 3), {}),
+        (DEEP, (1,), {"attention": "explicit", "precision": "bf16"}),
+        (GPT2, (0,), {"attention": "explicit"}),
+    ],
+    ids=["llama", "llama, explicit, bf16", "gpt2, explicit"],
+)
+def test_recompute(ranks, model, stages, options):
+    """Of a deep model with enough tokens that activations count."""
+    run = run_of(model, 2, micro=4, **options)
+    for stage in stages:
+        pairs = compared(ranks, run, [Layout(dp=2, zero=stage, **fields) for fields in RECOMPUTED])
+        for foretold, found in pairs:
+            assert found.total == pytest.approx(foretold, rel=0.01 if stage < 3 else 0.05)
+        none, full, every, selective, more, most = (found.total for _, found in pairs)
+        assert full < every < selective < more < most < 1.03 * none
+
+
+def test_recompute_of_dropout(ranks):
+    model = GPT2.model_copy(update={"resid_dropout": 0.1, "attn_dropout": 0.1})
+    run = run_of(model, 1, micro=4, attention="explicit")
+    compared(ranks, run, [Layout(dp=1, **fields) for fields in RECOMPUTED])
+
+
 def test_ranks_without_a_sequence(ranks):
     run = run_of(DEEP, 3).model_copy(update={"batch": Batch(sequences=2, micro=1)})
     compared(ranks, run, [Layout(dp=3, zero=stage, zero_join=0) for stage in (0, 2, 3)])

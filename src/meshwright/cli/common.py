@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 PIPED_WIDTH = 120
 RANKS_PER_CORE = 32  # more than this many on one machine is a slip, not a plan
+SIZES = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+SIZES |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def run_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,6 +82,15 @@ def load(words: Sequence[str], ranks: int | None) -> RunSpec:
     path, overrides = split(words)
     run = load_run(path, overrides)
     return run.model_copy(update={"layout": run.layout.resolve(ranks)})
+
+
+def in_bytes(text: str) -> int:
+    """A size on the command line in bytes: 80GB (10⁹ bytes each), 24.5 GiB (2³⁰ each)."""
+    parts = re.fullmatch(r"(\d+(?:\.\d+)?) *(\w+)", text.strip())
+    size = int(float(parts[1]) * SIZES.get(parts[2], 0)) if parts else 0
+    if not size:
+        raise click.BadParameter(f"{text!r} is no size; write 80GB (10⁹ bytes each) or 80GiB (2³⁰ each)")
+    return size
 
 
 def check_ranks(ranks: int, instead: str) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from meshwright.predict.modes import Fit, Mode
 from meshwright.predict.report import Prediction
 from meshwright.spec.layout import AXES, Layout
 from meshwright.spec.load import describe
@@ -51,14 +52,26 @@ def table(*columns: str, figures: int = 0) -> Table:
 
 
 def layout_words(layout: Layout) -> str:
-    """The axes that have more than one rank, outermost first, and the ZeRO stage where there is one."""
+    """The axes that have more than one rank, outermost first; the ZeRO stage and recompute where there is one."""
     axes = [f"{axis}={layout.size(axis)}" for axis in reversed(layout.order) if layout.size(axis) > 1]
     assert set(layout.order) == set(AXES)
-    return (" × ".join(axes) or "dp=1") + (f", zero={layout.zero}" if layout.zero else "")
+    parts = [" × ".join(axes) or "dp=1"]
+    parts += [f"zero={layout.zero}"] if layout.zero else []
+    parts += [f"recompute {recompute_words(layout)}"] if layout.recompute != "none" else []
+    return ", ".join(parts)
 
 
-def summary(run: RunSpec, foretold: Prediction) -> Table:
-    """A few lines: what will run, and what it will cost."""
+def recompute_words(layout: Layout) -> str:
+    """ "none", "full", "full every sqrt", "selective keep linear attention"."""
+    if layout.recompute == "full":
+        return "full" if layout.recompute_every == 1 else f"full every {layout.recompute_every}"
+    if layout.recompute == "selective":
+        return f"selective keep {' '.join(layout.recompute_keep)}"
+    return layout.recompute
+
+
+def summary(run: RunSpec, foretold: Prediction, fit: Fit | None = None) -> Table:
+    """A few lines: what will run, and what it will cost; and whether it fits, where a capacity is given."""
     rows = Table(box=None, show_header=False, pad_edge=False)
     rows.add_column(style="bold", no_wrap=True)
     rows.add_column()
@@ -77,6 +90,8 @@ def summary(run: RunSpec, foretold: Prediction) -> Table:
     rest = foretold.memory.total - sum(value for _, value in parts)
     largest += f", others {size(rest)}" if rest else ""
     rows.add_row("memory", f"{size(foretold.memory.total)} a rank: {largest}")
+    if fit is not None:
+        rows.add_row("fits", _fits(fit, foretold.memory.total))
     counts: Counter[tuple[str, str, str]] = Counter()
     for row in foretold.traffic:
         counts[row.key.operation, row.key.axis, row.key.reason] += row.count
@@ -87,9 +102,11 @@ def summary(run: RunSpec, foretold: Prediction) -> Table:
     return rows
 
 
-def prediction(run: RunSpec, foretold: Prediction, *, every_unit: bool = False) -> Iterable[RenderableType]:
+def prediction(
+    run: RunSpec, foretold: Prediction, fit: Fit | None = None, *, every_unit: bool = False
+) -> Iterable[RenderableType]:
     """All of a prediction. Repeated blocks share a line unless `every_unit`."""
-    yield summary(run, foretold)
+    yield summary(run, foretold, fit)
     yield titled("Parameters", _parameters(foretold, every_unit))
     at_once = foretold.memory.sequences
     where = "the CPU" if foretold.memory.device == "cpu" else "an accelerator"
@@ -100,6 +117,35 @@ def prediction(run: RunSpec, foretold: Prediction, *, every_unit: bool = False) 
     )
     yield titled("Traffic of a step", _traffic(foretold.traffic, foretold.wire_per_step))
     yield titled("Computation of a step, all ranks", _flops(foretold))
+
+
+def recompute_modes(run: RunSpec, compared: Sequence[Mode]) -> Group:
+    """The ways to recompute side by side, with what fits where a capacity was given."""
+    capacity = compared[0].fit.capacity if compared[0].fit is not None else None
+    columns = ["recompute", "activations kept", "peak", "states", "computed again"]
+    columns += ["fits", "batch.micro up to"] if capacity is not None else []
+    rows = table(*columns, figures=len(columns) - 1)
+    for mode in compared:
+        words = recompute_words(mode.layout)
+        words += f" = {mode.every}" if mode.layout.recompute_every == "sqrt" else ""
+        cells = [size(mode.kept), size(mode.peak), size(mode.states), f"{mode.recompute_share:.1%}"]
+        if mode.fit is not None:
+            cells += ["yes" if mode.fit.fits else "no", f"{mode.fit.largest_micro or 'none'}"]
+        rows.add_row(words + (" (this run)" if mode.this_run else ""), *cells)
+    title = f"Recompute, on the rank that holds most, batch.micro={run.batch.micro}"
+    notes = ["computed again: part of forward and backward, where the whole forward would be 33.3%"]
+    if capacity is not None:
+        title += f", of {size(capacity)}"
+        notes.append("batch.micro up to: what fits, with batch.sequences as large as that needs")
+    return Group(titled(title, rows), *(Text(note, style="dim") for note in notes))
+
+
+def _fits(fit: Fit, held: int) -> str:
+    what = "yes" if fit.fits else "no"
+    spare = size(abs(fit.capacity - held))
+    what += f": {spare} to spare of {size(fit.capacity)}" if fit.fits else f": {spare} more than {size(fit.capacity)}"
+    most = f"batch.micro up to {fit.largest_micro}" if fit.largest_micro else "no batch.micro does"
+    return f"{what}; {most}"
 
 
 def _idle(foretold: Prediction, run: RunSpec) -> str:
@@ -147,9 +193,11 @@ def _traffic(traffic: Iterable[TrafficRow], total: float) -> Table:
 def _flops(foretold: Prediction) -> Table:
     rows = table("", "FLOPs", "", figures=2)
     executed = foretold.flops.executed_per_step
+    computed_again = f"computed again in backward ({executed.recompute_share:.1%} more)"
     for name, number in (
         ("forward", executed.forward),
         ("backward", executed.backward),
+        *([(computed_again, executed.recompute)] if foretold.layout.recompute != "none" else []),
         ("model (causal attention counts half)", foretold.flops.model_per_step),
     ):
         rows.add_row(name, f"{number:,.0f}", flops(number))

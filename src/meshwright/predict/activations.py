@@ -5,6 +5,11 @@ is what exists without autograd: parameters, buffers (the rotary table) and the 
 that a caller gives). `meshwright.verify.activations` measures the same on a real model; on the CPU the two agree
 to the byte. The fused attention is taken to keep its inputs, output and row sums, as flash attention does
 (Dao 2023, arXiv 2307.08691), so its memory is linear in the sequence length; written out it is quadratic.
+
+With recompute (parallel/recompute.py) a region of blocks keeps less: its input, what all blocks are given beside it
+and nothing else holds, and the outputs of operators to be kept; of these not what comes behind the last tensor that
+autograd saves, because recompute stops there. So a storage says which operator made it, and outputs that autograd
+does not save are described too. What is alive in backward follows in predict/alive.py.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.predict.params import rotary_length
+from meshwright.spec.layout import Layout, Operators
 from meshwright.spec.model import ModelSpec
 
 
@@ -26,6 +32,57 @@ class Saved:
     bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Storage(Saved):
+    """A storage of the plain model's forward, by what recompute asks.
+
+    by: the word of the operator whose output it is, None for all that cannot be kept. saved: whether autograd keeps
+    it where nothing is computed again. shared: made outside the blocks and given to all of them.
+    """
+
+    by: Operators | None = None
+    saved: bool = True
+    shared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Storages in the order in which forward comes to save them: before the blocks, of each block, after them.
+
+    The first of a block is its input.
+    """
+
+    before: tuple[Storage, ...]
+    blocks: tuple[tuple[Storage, ...], ...]
+    after: tuple[Storage, ...]
+
+
+def storages(
+    spec: ModelSpec,
+    *,
+    batch: int,
+    seq: int,
+    dtype_bytes: int = 4,
+    attention: Literal["sdpa", "explicit"] = "sdpa",
+    loss: Literal["full", "chunked"] = "full",
+) -> Parts:
+    """Those of `batch` sequences of `seq` tokens in training; none for no batch.
+
+    `dtype_bytes` are those of parameters and hidden states (float32: 4, float64: 8); RMSNorm's statistics, softmax
+    and loss are kept in float32 at least.
+    """
+    if batch == 0:
+        return Parts((), ((),) * spec.layers, ())
+    shapes = _Shapes(spec, batch, seq, dtype_bytes, attention)
+    gpt2 = spec.family == "gpt2"
+    block = shapes.gpt2_block if gpt2 else shapes.llama_block
+    return Parts(
+        _listed(shapes.gpt2_embedding()) if gpt2 else (),
+        tuple(_listed(block(i)) for i in range(spec.layers)),
+        (*_listed(shapes.gpt2_norm() if gpt2 else shapes.llama_norm()), *_listed(shapes.loss(loss))),
+    )
+
+
 def saved(
     spec: ModelSpec,
     *,
@@ -34,17 +91,41 @@ def saved(
     dtype_bytes: int = 4,
     attention: Literal["sdpa", "explicit"] = "sdpa",
     loss: Literal["full", "chunked"] = "full",
+    layout: Layout | None = None,
 ) -> list[Saved]:
-    """Storages kept between forward and backward in training, `batch` sequences of `seq` tokens; none for no batch.
+    """Storages kept between forward and backward, with the recompute of `layout`, if any; see `storages` for the rest.
 
-    `dtype_bytes` are those of parameters and hidden states (float32: 4, float64: 8); statistics, softmax and loss
-    are kept in float32 at least.
+    What a region keeps stands under its last block, where forward puts it by.
     """
-    if batch == 0:
-        return []
-    shapes = _Shapes(spec, batch, seq, dtype_bytes, attention)
-    family = shapes.gpt2() if spec.family == "gpt2" else shapes.llama()
-    return [Saved(where, what, size) for where, what, size in (*family, *shapes.loss(loss)) if size]
+    parts = storages(spec, batch=batch, seq=seq, dtype_bytes=dtype_bytes, attention=attention, loss=loss)
+    regions = (row for region in kept(parts, layout or Layout()) for row in region)
+    return [Saved(row.where, row.what, row.bytes) for row in (*parts.before, *regions, *parts.after)]
+
+
+def kept(parts: Parts, layout: Layout) -> list[list[Saved]]:
+    """What each region keeps, in the order of forward; without recompute each block is one, and keeps all it saves."""
+    if layout.recompute == "none":
+        return [[row for row in block if row.saved] for block in parts.blocks]
+    every = layout.region(len(parts.blocks))
+    found = []
+    for start in range(0, len(parts.blocks), every):
+        blocks = parts.blocks[start : start + every]
+        rows = [row for block in blocks for row in block]
+        stay = [*rows[:1], *(row for row in rows if row.shared), *outputs(rows, layout)]
+        found.append([Saved(_module(blocks[-1]), row.what, row.bytes) for row in stay])
+    return found
+
+
+def outputs(rows: Sequence[Storage], layout: Layout) -> list[Storage]:
+    """The outputs of kept operators in a region of these `rows`."""
+    words = layout.recompute_keep if layout.recompute == "selective" else ()
+    stop = max((place for place, row in enumerate(rows) if row.saved), default=-1)
+    return [row for row in rows[: stop + 1] if row.by in words]
+
+
+def _module(block: Sequence[Storage]) -> str:
+    """The name of a block in the model, from its first storage: "model.layers.3"."""
+    return block[0].where.rpartition(".")[0] if block else ""
 
 
 def total(storages: Sequence[Saved]) -> int:
@@ -52,7 +133,13 @@ def total(storages: Sequence[Saved]) -> int:
     return sum(s.bytes for s in storages)
 
 
-Row = tuple[str, str, int]
+Row = tuple[str, str, int] | Storage
+"""A tuple (where, what, bytes) is what autograd saves and no operator that can be kept has made."""
+
+
+def _listed(rows: Iterator[Row]) -> tuple[Storage, ...]:
+    made = (row if isinstance(row, Storage) else Storage(*row) for row in rows)
+    return tuple(row for row in made if row.bytes)
 
 
 class _Shapes:
@@ -70,28 +157,35 @@ class _Shapes:
 
     # -- Llama ---------------------------------------------------------------------------------------------------
 
-    def llama(self) -> Iterator[Row]:
-        for i in range(self.spec.layers):
-            at = f"model.layers.{i}"
-            yield from self._rms_norm(f"{at}.input_layernorm", "residual stream", self.hidden, 1)
-            yield f"{at}.self_attn.q_proj", "normed input of q, k, v", self.hidden
-            if i == 0:
-                for what in ("cos", "sin"):  # one for all layers
-                    yield f"{at}.self_attn", f"{what} beyond the stored table", self._long_table()
+    def llama_block(self, i: int) -> Iterator[Row]:
+        at = f"model.layers.{i}"
+        yield from self._rms_norm(f"{at}.input_layernorm", "residual stream", self.hidden, 1)
+        yield f"{at}.self_attn.q_proj", "normed input of q, k, v", self.hidden
+        if i == 0:
+            for what in ("cos", "sin"):  # one for all layers
+                yield Storage(f"{at}.self_attn", f"{what} beyond the stored table", self._long_table(), shared=True)
+        kv_heads = self.spec.num_kv_heads
+        for name, size, heads in (("q", self.q, self.spec.heads), ("k", self.kv, kv_heads)):
             if self.spec.qk_norm:
-                yield from self._rms_norm(f"{at}.self_attn.q_norm", "q before its norm", self.q, self.spec.heads)
-                kv_heads = self.spec.num_kv_heads
-                yield from self._rms_norm(f"{at}.self_attn.k_norm", "k before its norm", self.kv, kv_heads)
-            yield from self._core(f"{at}.self_attn", i, output=f"{at}.self_attn.o_proj")
-            yield from self._rms_norm(f"{at}.post_attention_layernorm", "residual stream", self.hidden, 1)
-            yield f"{at}.mlp.gate_proj", "normed input of gate, up", self.hidden
-            for what in ("gate", "silu(gate)", "up"):
-                yield f"{at}.mlp", what, self.ffn
-            yield f"{at}.mlp.down_proj", "silu(gate) · up", self.ffn
-        yield from self._rms_norm("model.norm", "residual stream", self.hidden, 1)
+                where = f"{at}.self_attn.{name}_norm"
+                yield from self._rms_norm(where, f"{name} before its norm", size, heads, by="linear")
+            else:
+                yield Storage(f"{at}.self_attn.{name}_proj", f"{name} before rotation", size, "linear", saved=False)
+        yield from self._core(f"{at}.self_attn", i, output=f"{at}.self_attn.o_proj")
+        yield Storage(f"{at}.self_attn.o_proj", "output of o", self.hidden, "linear", saved=False)
+        yield from self._rms_norm(f"{at}.post_attention_layernorm", "residual stream", self.hidden, 1)
+        yield f"{at}.mlp.gate_proj", "normed input of gate, up", self.hidden
+        yield Storage(f"{at}.mlp", "gate", self.ffn, "linear")
+        yield Storage(f"{at}.mlp", "silu(gate)", self.ffn, "activation")
+        yield Storage(f"{at}.mlp", "up", self.ffn, "linear")
+        yield f"{at}.mlp.down_proj", "silu(gate) · up", self.ffn
+        yield Storage(f"{at}.mlp.down_proj", "output of down", self.hidden, "linear", saved=False)
 
-    def _rms_norm(self, where: str, what: str, size: int, heads: int) -> Iterator[Row]:
-        yield where, what, size
+    def llama_norm(self) -> Iterator[Row]:
+        return self._rms_norm("model.norm", "residual stream", self.hidden, 1)
+
+    def _rms_norm(self, where: str, what: str, size: int, heads: int, by: Operators | None = None) -> Iterator[Row]:
+        yield Storage(where, what, size, by)
         yield where, "inverse root mean square", heads * self.statistic
 
     def _long_table(self) -> int:
@@ -101,26 +195,31 @@ class _Shapes:
 
     # -- GPT-2 ---------------------------------------------------------------------------------------------------
 
-    def gpt2(self) -> Iterator[Row]:
+    def gpt2_embedding(self) -> Iterator[Row]:
         yield "transformer.wpe", "positions", self.seq * 8
         yield from self._dropout("dropout", self.spec.embd_dropout, self.tokens * self.spec.hidden)
-        for i in range(self.spec.layers):
-            at = f"transformer.h.{i}"
-            yield from self._layer_norm(f"{at}.ln_1")
-            yield f"{at}.attn.c_attn", "normed input of q, k, v", self.hidden
-            yield from self._core(f"{at}.attn", i, output=f"{at}.attn.c_proj")
-            yield from self._dropout(f"{at}.attn_dropout", self.spec.resid_dropout, self.tokens * self.spec.hidden)
-            yield from self._layer_norm(f"{at}.ln_2")
-            yield f"{at}.mlp.c_fc", "normed input", self.hidden
-            yield f"{at}.mlp", "before GELU", self.ffn
-            yield f"{at}.mlp.c_proj", "after GELU", self.ffn
-            yield from self._dropout(f"{at}.mlp_dropout", self.spec.resid_dropout, self.tokens * self.spec.hidden)
-        yield from self._layer_norm("transformer.ln_f")
+
+    def gpt2_block(self, i: int) -> Iterator[Row]:
+        at = f"transformer.h.{i}"
+        yield from self._layer_norm(f"{at}.ln_1")
+        yield f"{at}.attn.c_attn", "normed input of q, k, v", self.hidden
+        yield from self._core(f"{at}.attn", i, output=f"{at}.attn.c_proj")
+        yield Storage(f"{at}.attn.c_proj", "output of the projection", self.hidden, "linear", saved=False)
+        yield from self._dropout(f"{at}.attn_dropout", self.spec.resid_dropout, self.tokens * self.spec.hidden)
+        yield from self._layer_norm(f"{at}.ln_2")
+        yield f"{at}.mlp.c_fc", "normed input", self.hidden
+        yield Storage(f"{at}.mlp", "before GELU", self.ffn, "linear")
+        yield Storage(f"{at}.mlp.c_proj", "after GELU", self.ffn, "activation")
+        yield Storage(f"{at}.mlp.c_proj", "output of the projection", self.hidden, "linear", saved=False)
+        yield from self._dropout(f"{at}.mlp_dropout", self.spec.resid_dropout, self.tokens * self.spec.hidden)
+
+    def gpt2_norm(self) -> Iterator[Row]:
+        return self._layer_norm("transformer.ln_f")
 
     def _layer_norm(self, where: str) -> Iterator[Row]:
         yield where, "residual stream", self.hidden
-        yield where, "mean", self.statistic
-        yield where, "inverse standard deviation", self.statistic
+        for what in ("mean", "inverse standard deviation"):  # in the dtype of x, which accelerators widen to float32
+            yield where, what, self.tokens * self.size
 
     def _dropout(self, where: str, p: float, elements: int) -> Iterator[Row]:
         if p:
@@ -131,38 +230,56 @@ class _Shapes:
     def _core(self, at: str, layer: int, output: str) -> Iterator[Row]:
         if self.attention == "sdpa":
             return self._fused(f"{at}.core", layer)
-        return self._written_out(f"{at}.core", output)
+        return self._written_out(f"{at}.core", layer, output)
 
     def _fused(self, core: str, layer: int) -> Iterator[Row]:
         if self.spec.family == "gpt2":
-            yield core, "q, k and v in one", self.q + 2 * self.kv
+            yield Storage(core, "q, k and v in one", self.q + 2 * self.kv, "linear")
         else:
             yield core, "q", self.q
             yield core, "k", self.kv
-            yield core, "v", self.kv
-        yield core, "output", self.q
-        yield core, "log-sum of each softmax row", self.spec.heads * self.statistic
+            yield Storage(core, "v", self.kv, "linear")
+        yield Storage(core, "output", self.q, "attention")
+        yield Storage(core, "log-sum of each softmax row", self.spec.heads * self.statistic, "attention")
         if layer == 0 and self.spec.window is not None and self.spec.window < self.seq:
-            yield core, "window mask, shared by all layers", self.seq * self.seq * self.size
+            yield Storage(core, "window mask, shared by all layers", self.seq * self.seq * self.size, shared=True)
 
-    def _written_out(self, core: str, output: str) -> Iterator[Row]:
+    def _written_out(self, core: str, layer: int, output: str) -> Iterator[Row]:
         spec = self.spec
         square = self.batch * spec.heads * self.seq * self.seq
+        if layer == 0 and spec.causal:
+            mask = self.seq * self.seq * self.size
+            yield Storage(core, "mask, shared by all layers", mask, saved=False, shared=True)
         yield core, "q", self.q
         # A batched product wants batch and heads as one dimension: k and v are copied where strides forbid it.
         copied = self.batch > 1 and spec.num_kv_heads > 1
-        if copied or spec.family != "gpt2":
-            yield core, "k", self.kv
-            yield core, "v", self.kv
+        if spec.family == "gpt2":
+            all_of_it = self.q + 2 * self.kv
+            if copied:
+                yield Storage(core, "q, k and v in one", all_of_it, "linear", saved=False)
+                yield core, "k", self.kv
+                yield core, "v", self.kv
+            else:
+                yield Storage(core, "k and v within q, k, v in one", all_of_it, "linear")
         else:
-            yield core, "k and v within q, k, v in one", self.q + 2 * self.kv
-        yield core, "softmax", square * self.wide
+            yield core, "k", self.kv
+            if copied and self.seq > 1:
+                yield Storage(core, "v before its copy", self.kv, "linear", saved=False)
+                yield core, "v", self.kv
+            else:
+                yield Storage(core, "v", self.kv, "linear")
+        yield Storage(core, "scores", square * self.size, "attention", saved=False)
+        yield Storage(core, "softmax", square * self.wide, "softmax")
         if spec.attn_dropout:
             yield from self._dropout(f"{core}.dropout", spec.attn_dropout, square)
             yield core, "dropped weights", square * self.size
         elif self.size < self.wide:
             yield core, "rounded weights", square * self.size
-        yield output, "output of attention", self.q
+        if spec.heads > 1 and self.seq > 1:
+            yield Storage(core, "output by head", self.q, "attention", saved=False)
+            yield output, "output of attention", self.q
+        else:  # no heads to bring together
+            yield Storage(output, "output of attention", self.q, "attention")
 
     def loss(self, loss: str) -> Iterator[Row]:
         if loss == "chunked":

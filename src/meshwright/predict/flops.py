@@ -5,6 +5,10 @@ over the full square whatever is masked, and what fused kernels compute twice. `
 model FLOPs utilisation (Chowdhery et al. 2022, appendix B): what the mathematics needs, so causal attention
 counts half, a window counts what it lets see, and nothing that is computed again counts. Neither counts the
 embedding, which is a lookup; both count the head, tied or not.
+
+Backward is twice forward, so a whole forward once more would be a third of forward and backward. Recompute takes
+less: the head is never computed again, nor the last product of a region behind which nothing is saved, nor what is
+kept; and the fused attention's backward is two and a half times its forward.
 """
 
 from __future__ import annotations
@@ -12,28 +16,39 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Flops:
-    """FLOPs of one forward and one backward pass."""
+    """FLOPs of one forward and one backward pass, and of what backward computes again before it can go on."""
 
     forward: int
     backward: int
+    recompute: int = 0
 
     @property
     def total(self) -> int:
-        return self.forward + self.backward
+        return self.forward + self.backward + self.recompute
+
+    @property
+    def recompute_share(self) -> float:
+        """What is computed again as a part of forward and backward: a third where all of forward is."""
+        return self.recompute / (self.forward + self.backward)
 
 
 def linear_weights(spec: ModelSpec) -> int:
     """Elements of all weights that a token is multiplied with, the head's among them."""
+    return spec.layers * sum(_block_weights(spec)) + spec.vocab * spec.hidden
+
+
+def _block_weights(spec: ModelSpec) -> list[int]:
+    """Elements of the weights of a block, in the order of forward."""
     d, f = spec.hidden, spec.ffn_width
     q, kv = spec.heads * spec.head_width, spec.num_kv_heads * spec.head_width
-    attention = d * (q + 2 * kv) + q * d
-    mlp = (2 if spec.family == "gpt2" else 3) * d * f  # SwiGLU has a gate beside up and down
-    return spec.layers * (attention + mlp) + spec.vocab * d
+    mlp = [d * f] * (2 if spec.family == "gpt2" else 3)  # SwiGLU has a gate beside up and down
+    return [d * (q + 2 * kv), q * d, *mlp]
 
 
 def counted(
@@ -43,8 +58,10 @@ def counted(
     seq: int,
     attention: Literal["sdpa", "explicit"] = "sdpa",
     loss: Literal["full", "chunked"] = "full",
+    layout: Layout | None = None,
 ) -> Flops:
-    """FLOPs that the plain model executes on `batch` sequences of `seq` tokens, loss included.
+    """FLOPs that the plain model executes on `batch` sequences of `seq` tokens, loss included; what is computed again
+    is by the recompute of `layout`, if any.
 
     The fused attention's backward computes the scores again, so it has five products for the forward's two; the
     written-out one keeps them and has four. A chunked loss computes the head's gradients while it has the logits, in
@@ -55,7 +72,20 @@ def counted(
     product = 2 * batch * spec.layers * spec.heads * spec.head_width * seq * seq
     early = 4 * tokens * spec.vocab * spec.hidden if loss == "chunked" else 0
     backward = 2 * linear + (5 if attention == "sdpa" else 4) * product
-    return Flops(linear + 2 * product + early, backward - early)
+    again = _recompute(spec, layout or Layout(), tokens, 2 * product // spec.layers)
+    return Flops(linear + 2 * product + early, backward - early, again)
+
+
+def _recompute(spec: ModelSpec, layout: Layout, tokens: int, attention: int) -> int:
+    """FLOPs that regions compute again, `attention` being those of a block's two products of it."""
+    if layout.recompute == "none":
+        return 0
+    keep = layout.recompute_keep if layout.recompute == "selective" else ()
+    weights = [] if "linear" in keep else _block_weights(spec)
+    block = 2 * tokens * sum(weights) + (0 if "attention" in keep else attention)
+    # A region's last product comes behind its last saved tensor, unless dropout saves its mask after it.
+    spared = 2 * tokens * weights[-1] if weights and not spec.resid_dropout else 0
+    return spec.layers * block - -(-spec.layers // layout.region(spec.layers)) * spared
 
 
 def visible_pairs(spec: ModelSpec, seq: int) -> float:

@@ -9,6 +9,8 @@ gathered unit or temporary meets most of what is still saved:
     loss         the loss's copies of the logits; with ZeRO 3 the last unit
     head         the gradients of the logits, of the head's weight and input; the last unit and those ahead
     final norm   the temporaries of its backward
+    recompute    q, k, v, the scores with their mask, the softmax and its dropout: counted where attention is written
+                 out and outputs are kept, for those of later operators are there too; else the MLP is fuller
     MLP          the gradients of its activations, then one of its weights; the unit and those ahead
     attention    the gradients of q, k, v, and of the scores where it is written out; the unit and those ahead
     embedding    its whole gradient, though few rows of it differ from zero
@@ -23,10 +25,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
 
 from meshwright.predict import activations, reductions
+from meshwright.predict.alive import Alive
 from meshwright.predict.params import tensors, units
 from meshwright.predict.states import DTYPE_BYTES, gradient_bytes, master_bytes, padded, shards
 from meshwright.spec.batch import micro_steps
@@ -55,16 +57,19 @@ class Moment:
         return sum(self.lines.values())
 
 
-def saved(run: RunSpec, sequences: int) -> list[activations.Saved]:
-    """What autograd keeps of a micro-batch of `sequences` sequences of this run."""
-    return activations.saved(
-        run.model,
-        batch=sequences,
-        seq=run.data.seq_len,
-        dtype_bytes=DTYPE_BYTES[run.precision],
-        attention=run.attention,
-        loss=run.loss,
-    )
+def saved(run: RunSpec, layout: Layout, sequences: int) -> list[activations.Saved]:
+    """What autograd keeps of a micro-batch of `sequences` sequences of this run, laid out so."""
+    return activations.saved(run.model, layout=layout, **_sizes(run, sequences))
+
+
+def _sizes(run: RunSpec, sequences: int) -> dict[str, Any]:
+    return {
+        "batch": sequences,
+        "seq": run.data.seq_len,
+        "dtype_bytes": DTYPE_BYTES[run.precision],
+        "attention": run.attention,
+        "loss": run.loss,
+    }
 
 
 def loss_workspace(
@@ -100,6 +105,8 @@ def moments(run: RunSpec, layout: Layout, sequences: int, *, cpu: bool) -> Itera
             yield step.head()
         yield step.final_norm()
         for index in reversed(range(run.model.layers)):
+            if layout.recompute == "selective" and run.attention == "explicit":
+                yield from step.recompute(index)
             yield from step.mlp(index)
             yield step.attention(index)
         yield step.embedding()
@@ -122,14 +129,12 @@ class _Step:
         self.block = {tensor.block: place for place, unit in held for tensor in unit.tensors}
         self.kept = reductions.kept(run, layout) if cpu else None
         self.wholes = reductions.wholes(run, layout)
-        self.begins: dict[str, int] = {}  # by module, also one around: saved when forward first comes to it
-        self.until = 0  # saved in all
-        for row in saved(run, sequences):
-            for around in accumulate(row.where.split("."), "{}.{}".format):
-                self.begins.setdefault(around, self.until)
-            self.until += row.bytes
+        self.alive = Alive(activations.storages(run.model, **_sizes(run, sequences)), layout)
+        self.region = 1 if layout.recompute == "none" else layout.region(self.spec.layers)
         self.hidden = self.tokens * self.spec.hidden * self.size
         self.ffn = self.tokens * self.spec.ffn_width * self.size
+        heads = self.spec.heads + 2 * self.spec.num_kv_heads
+        self.heads = self.tokens * heads * self.spec.head_width * self.size  # q, k and v
         self.scores = sequences * self.spec.heads * run.data.seq_len**2 * self.wide
         self.table = self.spec.vocab * self.spec.hidden * self.size
         self.llama = self.spec.family == "llama"
@@ -138,11 +143,11 @@ class _Step:
         workspace = loss_workspace(self.spec, tokens=self.tokens, dtype_bytes=self.size, loss=self.run.loss)
         by_step = self.layout.zero_gather == "step"
         stay = range(self.last + 1) if by_step else self.tied | {self.last}
-        return self._moment("loss", self.last, {"activations": self.until, **workspace}, gathered=stay)
+        return self._moment("loss", self.last, {"activations": self.alive.everything, **workspace}, gathered=stay)
 
     def head(self) -> Moment:
         lines = {
-            "activations": self._saved_before(""),
+            "activations": self.alive.before(""),
             "logits": self.tokens * self.spec.vocab * self.size,
             "fresh gradients": self.table,
             "temporaries": self.hidden,
@@ -152,11 +157,26 @@ class _Step:
     def final_norm(self) -> Moment:
         # On the CPU, RMSNorm's backward has about four copies of the hidden states, in float32 at least.
         norm = 4 * self.hidden // self.size * self.wide if self.llama else self.hidden
-        lines = {"activations": self._saved_before("lm_head"), "temporaries": self.hidden + norm}
+        lines = {"activations": self.alive.before("lm_head"), "temporaries": self.hidden + norm}
         return self._moment("final norm", self.last, lines, tied=True)
 
+    def recompute(self, index: int) -> Iterator[Moment]:
+        square = self.scores // self.wide
+        masked = square * self.size if self.spec.causal else 0
+        # The softmax is kept, or is made anew of a float32 copy where the scores are narrower.
+        again = 0 if "softmax" in self.layout.recompute_keep else self.scores * (1 + (self.size < self.wide))
+        places = {"scores": masked, "softmax": masked + again}
+        if self.spec.attn_dropout:  # a mask is hashed in 32 bits, and the weights are filled, then scaled
+            places["dropped weights"] = 2 * square * max(self.size, 4)
+        for before, temporaries in places.items():
+            lines = {
+                "activations": self.alive.recomputing(index, before),
+                "temporaries": self.hidden + self.heads + temporaries,
+            }
+            yield self._moment(f"recompute of block {index}", self.block[index], lines, tied=True)
+
     def mlp(self, index: int) -> Iterator[Moment]:
-        end = self._saved_before(self._block(index + 1), "model.norm", "transformer.ln_f")
+        end = self.alive.block_ends[index]
         what, place = f"MLP of block {index}", self.block[index]
         last = {
             "activations": end,
@@ -170,9 +190,8 @@ class _Step:
         yield self._moment(what, place, inner, tied=True)
 
     def attention(self, index: int) -> Moment:
-        end = self._saved_before(f"{self._block(index)}.{'post_attention_layernorm' if self.llama else 'ln_2'}")
-        heads = self.spec.heads + 2 * self.spec.num_kv_heads
-        temporaries = 2 * self.hidden + self.tokens * heads * self.spec.head_width * self.size
+        end = self.alive.before(f"{self._block(index)}.{'post_attention_layernorm' if self.llama else 'ln_2'}")
+        temporaries = 2 * self.hidden + self.heads
         if self.run.attention == "explicit":
             temporaries += 2 * self.scores
         lines = {"activations": end, "temporaries": temporaries}
@@ -201,9 +220,9 @@ class _Step:
         tied: bool = False,
     ) -> Moment:
         """place: of the unit that backward is in. tied: whether a tied weight's gradient waits for the embedding's."""
-        whole = self._gathered(place) if gathered is None else gathered
         found = dict.fromkeys(LINES, 0) | lines
         if self.layout.zero == 3:
+            whole = self._gathered(place) if gathered is None else gathered
             found["gathered units"] = sum(self.padded[index] for index in whole) * self.size
         if self.kept is not None:
             found["reductions"] = self.kept
@@ -221,12 +240,11 @@ class _Step:
         micros = micro_steps(self.run.batch.sequences, self.layout.data_ranks, self.run.batch.micro)
         if self.layout.zero_gather == "step":
             return range((self.last if micros > 1 else place) + 1)
-        near = range(max(place - self.layout.zero_ahead, 0), place + 1)
+        # A region's blocks stay from its recompute until backward has been through each.
+        index = place - self.block[0]
+        first = place - (index % self.region if 0 <= index < self.spec.layers else 0)
+        near = range(max(first - self.layout.zero_ahead, 0), place + 1)
         return self.tied | (set(near) - self.lookup)
 
     def _block(self, index: int) -> str:
         return f"model.layers.{index}" if self.llama else f"transformer.h.{index}"
-
-    def _saved_before(self, *modules: str) -> int:
-        """Bytes saved before forward comes to the first of `modules` that saves anything."""
-        return next((self.begins[module] for module in modules if module in self.begins), self.until)

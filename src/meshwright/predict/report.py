@@ -61,7 +61,8 @@ class Prediction:
         result["traffic"] = [
             {**asdict(row.key), "count": row.count, "payload": row.payload, "wire": row.wire} for row in self.traffic
         ]
-        result["flops"]["executed_per_step"]["total"] = self.flops.executed_per_step.total
+        executed = self.flops.executed_per_step
+        result["flops"]["executed_per_step"] |= {"total": executed.total, "recompute_share": executed.recompute_share}
         return result
 
 
@@ -76,7 +77,6 @@ def predict(run: RunSpec, ranks: int | None = None, device: Device | None = None
     rows = traffic(run, layout)
     per_token = model_flops(run.model, seq=seq)
     tokens = sequences * seq
-    executed = counted(run.model, batch=sequences, seq=seq, attention=run.attention, loss=run.loss)
     held = [memory(run, layout, rank, device) for rank in _kinds(sequences, data_ranks)]
     return Prediction(
         layout=layout,
@@ -87,8 +87,14 @@ def predict(run: RunSpec, ranks: int | None = None, device: Device | None = None
         idle_ranks=tuple(range(min(sequences, data_ranks), data_ranks)),  # those behind have the smaller parts
         traffic=rows,
         wire_per_step=total_wire(rows),
-        flops=StepFlops(per_token, per_token * tokens, executed),
+        flops=StepFlops(per_token, per_token * tokens, executed(run, layout)),
     )
+
+
+def executed(run: RunSpec, layout: Layout) -> Flops:
+    """FLOPs that all devices compute in a step."""
+    sequences, seq = run.batch.sequences, run.data.seq_len
+    return counted(run.model, batch=sequences, seq=seq, attention=run.attention, loss=run.loss, layout=layout)
 
 
 def _kinds(sequences: int, ranks: int) -> list[int]:

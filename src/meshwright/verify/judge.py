@@ -68,7 +68,7 @@ def _activations(run: RunSpec, ranks: Sequence[Evidence]) -> tuple[list[Check], 
     """The check at the rank where prediction and measurement differ most, and what differs there."""
     checks: list[tuple[Check, list[Saved], SavedBytes]] = []
     for rank, evidence in enumerate(ranks):
-        foretold = saved(run, memory(run, run.layout, rank).sequences)
+        foretold = saved(run, run.layout, memory(run, run.layout, rank).sequences)
         found = SavedBytes(tuple(evidence.activations))
         checks.append((check_activations(rank, total(foretold), found.total), foretold, found))
     worst, foretold, found = max(checks, key=lambda c: (not c[0].passed, abs(c[0].expected - c[0].found)))

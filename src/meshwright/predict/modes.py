@@ -1,0 +1,122 @@
+"""The ways to recompute side by side: what each keeps, holds and computes again, and what fits with it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from meshwright.predict.activations import total
+from meshwright.predict.memory import Device, memory
+from meshwright.predict.peak import saved
+from meshwright.predict.report import executed
+from meshwright.spec.layout import Layout
+from meshwright.spec.run import RunSpec
+
+COMPARED: tuple[dict[str, Any], ...] = (
+    {"recompute": "none"},
+    {"recompute": "full"},
+    {"recompute": "full", "recompute_every": "sqrt"},
+    {"recompute": "selective"},
+    {"recompute": "selective", "recompute_keep": ("linear", "attention")},
+)
+"""Fields of the layout, a dict for each way; a run that has another is compared with these."""
+
+_FIELDS = ("recompute", "recompute_every", "recompute_keep")
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Whether a rank holds a run. Sizes in bytes.
+
+    largest_micro: the largest batch.micro with which it fits, 0 where none does; batch.sequences grows with it where
+    the ranks would not have as many.
+    """
+
+    capacity: int
+    fits: bool
+    largest_micro: int
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to recompute, for the rank that holds most. Sizes in bytes.
+
+    every: blocks of a region. kept: activations between forward and backward. peak: all that the rank holds at its
+    fullest moment, states included. recompute_share: FLOPs computed again, as a part of forward and backward.
+    this_run: whether it is what the run asks for.
+    """
+
+    layout: Layout
+    every: int
+    kept: int
+    peak: int
+    states: int
+    recompute_share: float
+    this_run: bool
+    fit: Fit | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """In dicts, lists, strings and numbers, for JSON."""
+        asked = self.layout.model_dump(mode="json", include=set(_FIELDS))
+        figures = ("every", "kept", "peak", "states", "recompute_share", "this_run")
+        fit = None if self.fit is None else asdict(self.fit)
+        return asked | {name: getattr(self, name) for name in figures} | {"fit": fit}
+
+
+def modes(run: RunSpec, layout: Layout, device: Device | None = None, capacity: int | None = None) -> list[Mode]:
+    """Those of COMPARED, and the run's own where it is none of them, for a resolved `layout`.
+
+    capacity: bytes of a device. device: as for `memory`.
+    """
+    ways = [Layout.model_validate(_without(layout) | fields) for fields in COMPARED]
+    ways += [layout] if layout not in ways else []
+    return [_mode(run, way, device, capacity, this_run=way == layout) for way in ways]
+
+
+def fit(run: RunSpec, layout: Layout, capacity: int, device: Device | None = None) -> Fit:
+    """Whether `run`, laid out so, fits devices of `capacity` bytes."""
+    held = memory(run, layout, 0, device).total
+    return Fit(capacity, held <= capacity, largest_micro(run, layout, capacity, device))
+
+
+def largest_micro(run: RunSpec, layout: Layout, capacity: int, device: Device | None = None) -> int:
+    """The largest batch.micro with which rank 0, which has the largest part of the batch, holds at most `capacity`
+    bytes; 0 for none."""
+
+    def fits(micro: int) -> bool:
+        sequences = max(run.batch.sequences, micro * layout.data_ranks)
+        batch = run.batch.model_copy(update={"micro": micro, "sequences": sequences})
+        return memory(run.model_copy(update={"batch": batch}), layout, 0, device).total <= capacity
+
+    # What is held grows with the micro-batch, but for one step: from where a part of the batch is a single one,
+    # nothing waits for a second.
+    single = -(-run.batch.sequences // layout.data_ranks)
+    if fits(single):
+        low, high = single, 2 * single
+        while fits(high):
+            low, high = high, 2 * high
+    else:
+        low, high = 0, single
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _mode(run: RunSpec, layout: Layout, device: Device | None, capacity: int | None, *, this_run: bool) -> Mode:
+    held = memory(run, layout, 0, device)
+    return Mode(
+        layout=layout,
+        every=layout.region(run.model.layers),
+        kept=total(saved(run, layout, held.sequences)),
+        peak=held.total,
+        states=held.states,
+        recompute_share=executed(run, layout).recompute_share,
+        this_run=this_run,
+        fit=None if capacity is None else fit(run, layout, capacity, device),
+    )
+
+
+def _without(layout: Layout) -> dict[str, Any]:
+    """The layout's fields but for those of recompute."""
+    return layout.model_dump(exclude=set(_FIELDS))
