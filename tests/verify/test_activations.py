@@ -44,14 +44,14 @@ def step(spec: ModelSpec, batch: int, seq: int, dtype: torch.dtype, attention: s
     return measure(model, lambda: model(tokens, tokens, dropout=key).backward(), inputs=(tokens,))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "float64"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=["fp32", "float64", "bf16"])
 @pytest.mark.parametrize("loss", ["full", "chunked"])
 @pytest.mark.parametrize("attention", ["sdpa", "explicit"])
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_prediction_is_the_measurement(spec: ModelSpec, attention: str, loss: str, dtype: torch.dtype) -> None:
     if spec.attn_dropout and attention == "sdpa":
         attention = "explicit"  # the other is refused
-    for batch, seq in ((3, 8), (1, 8), (2, 1)):
+    for batch, seq in ((3, 8), (1, 8), (2, 1), (1, 1)):
         measured = step(spec, batch, seq, dtype, attention, loss)
         foretold = activations.saved(
             spec, batch=batch, seq=seq, dtype_bytes=dtype.itemsize, attention=attention, loss=loss  # type: ignore[arg-type]

@@ -34,15 +34,16 @@ def saved(
     dtype_bytes: int = 4,
     attention: Literal["sdpa", "explicit"] = "sdpa",
     loss: Literal["full", "chunked"] = "full",
+    device: Literal["cpu", "cuda"] = "cpu",
 ) -> list[Saved]:
     """Storages kept between forward and backward in training, `batch` sequences of `seq` tokens; none for no batch.
 
-    `dtype_bytes` are those of parameters and hidden states (float32: 4, float64: 8); statistics, softmax and loss
-    are kept in float32 at least.
+    `dtype_bytes` are those of parameters and hidden states (float32: 4, float64: 8); statistics and loss are kept in
+    float32 at least, but for LayerNorm's on the CPU. "cuda" stands for any accelerator.
     """
     if batch == 0:
         return []
-    shapes = _Shapes(spec, batch, seq, dtype_bytes, attention)
+    shapes = _Shapes(spec, batch, seq, dtype_bytes, attention, device)
     family = shapes.gpt2() if spec.family == "gpt2" else shapes.llama()
     return [Saved(where, what, size) for where, what, size in (*family, *shapes.loss(loss)) if size]
 
@@ -58,8 +59,9 @@ Row = tuple[str, str, int]
 class _Shapes:
     """Sizes in bytes that the rows share, and the rows of each part of the model."""
 
-    def __init__(self, spec: ModelSpec, batch: int, seq: int, size: int, attention: str) -> None:
+    def __init__(self, spec: ModelSpec, batch: int, seq: int, size: int, attention: str, device: str) -> None:
         self.spec, self.batch, self.seq, self.size, self.attention = spec, batch, seq, size, attention
+        self.cpu = device == "cpu"
         self.tokens = batch * seq
         self.wide = max(size, 4)
         self.hidden = self.tokens * spec.hidden * size
@@ -119,8 +121,9 @@ class _Shapes:
 
     def _layer_norm(self, where: str) -> Iterator[Row]:
         yield where, "residual stream", self.hidden
-        yield where, "mean", self.statistic
-        yield where, "inverse standard deviation", self.statistic
+        # torch's kernel for the CPU keeps them in the dtype of x.
+        for what in ("mean", "inverse standard deviation"):
+            yield where, what, self.tokens * (self.size if self.cpu else self.wide)
 
     def _dropout(self, where: str, p: float, elements: int) -> Iterator[Row]:
         if p:
@@ -149,19 +152,15 @@ class _Shapes:
         spec = self.spec
         square = self.batch * spec.heads * self.seq * self.seq
         yield core, "q", self.q
-        # A batched product wants batch and heads as one dimension: k and v are copied where strides forbid it.
-        copied = self.batch > 1 and spec.num_kv_heads > 1
-        if copied or spec.family != "gpt2":
+        if spec.family == "gpt2" and self.tokens == 1:
+            yield core, "k and v within q, k, v in one", self.q + 2 * self.kv  # a single row is not copied
+        else:
             yield core, "k", self.kv
             yield core, "v", self.kv
-        else:
-            yield core, "k and v within q, k, v in one", self.q + 2 * self.kv
-        yield core, "softmax", square * self.wide
+        yield core, "softmax", square * self.size
         if spec.attn_dropout:
             yield from self._dropout(f"{core}.dropout", spec.attn_dropout, square)
             yield core, "dropped weights", square * self.size
-        elif self.size < self.wide:
-            yield core, "rounded weights", square * self.size
         yield output, "output of attention", self.q
 
     def loss(self, loss: str) -> Iterator[Row]:

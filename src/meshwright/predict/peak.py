@@ -55,8 +55,8 @@ class Moment:
         return sum(self.lines.values())
 
 
-def saved(run: RunSpec, sequences: int) -> list[activations.Saved]:
-    """What autograd keeps of a micro-batch of `sequences` sequences of this run."""
+def saved(run: RunSpec, sequences: int, *, cpu: bool = True) -> list[activations.Saved]:
+    """What autograd keeps of a micro-batch of `sequences` sequences of this run, on the CPU or an accelerator."""
     return activations.saved(
         run.model,
         batch=sequences,
@@ -64,6 +64,7 @@ def saved(run: RunSpec, sequences: int) -> list[activations.Saved]:
         dtype_bytes=DTYPE_BYTES[run.precision],
         attention=run.attention,
         loss=run.loss,
+        device="cpu" if cpu else "cuda",
     )
 
 
@@ -121,13 +122,13 @@ class _Step:
         self.wholes = reductions.wholes(run, layout)
         self.begins: dict[str, int] = {}  # by module, also one around: saved when forward first comes to it
         self.until = 0  # saved in all
-        for row in saved(run, sequences):
+        for row in saved(run, sequences, cpu=cpu):
             for around in accumulate(row.where.split("."), "{}.{}".format):
                 self.begins.setdefault(around, self.until)
             self.until += row.bytes
         self.hidden = self.tokens * self.spec.hidden * self.size
         self.ffn = self.tokens * self.spec.ffn_width * self.size
-        self.scores = sequences * self.spec.heads * run.data.seq_len**2 * self.wide
+        self.scores = sequences * self.spec.heads * run.data.seq_len**2 * self.size
         self.table = self.spec.vocab * self.spec.hidden * self.size
         self.llama = self.spec.family == "llama"
 
