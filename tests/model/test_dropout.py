@@ -1,3 +1,4 @@
+import hashlib
 import math
 from collections.abc import Callable
 
@@ -28,6 +29,29 @@ def test_splits_see_the_same_mask() -> None:
     for rows in (range(0, 1), range(2, 5), range(5, 6)):
         part = dropped(key(rows), 3, torch.Size((len(rows), *SHAPE[1:])), 0.3)
         assert torch.equal(part, whole[rows.start : rows.stop])
+
+
+def test_masks_are_those_of_earlier_versions() -> None:
+    """A checkpoint's run goes on with the same masks; long and short runs, one row and many, and no element at all."""
+    seen = hashlib.blake2b(digest_size=8)
+    for shape in ((3, 5, 7), (2, 4, 50, 50), (1, 1, 1), (2, 3), (5, 1, 300_000), (0, 3, 4), (2, 1000, 64)):
+        mask = dropped(DropoutKey(7, 11, torch.arange(2, 2 + shape[0])), 5, torch.Size(shape), 0.3)
+        seen.update(mask.numpy().tobytes())
+    assert seen.hexdigest() == "4c807bd2d79acd93"
+
+
+def test_probability_to_the_last_of_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the 2³² hashes exactly p · 2³² drop: the share of a range of p is its length, however small p is."""
+    shape, few = torch.Size((1, 1, 1 << 22)), key(range(1))
+    hashes = {p: dropped(few, 3, shape, p).sum().item() for p in (2**-32, 2**-20, 2**-20 + 2**-32, 1 - 2**-20)}
+    assert hashes[2**-32] <= 1 and 0 <= hashes[2**-20] <= hashes[2**-20 + 2**-32] <= 20
+    assert 0 < (1 << 22) - hashes[1 - 2**-20] <= 20
+    # The threshold itself: with a hash that is each number in turn, the lowest p · 2³² of them.
+    bounds = []
+    monkeypatch.setattr("torch.lt", lambda h, below, out: bounds.append(below) or out.fill_(False))
+    for p in (2**-32, 0.1, 0.3, 1 - 2**-32, 1 - 2**-50):
+        dropped(few, 3, torch.Size((1, 1, 1)), p)
+    assert [bound + 2**31 for bound in bounds] == [1, 429496730, 1288490189, 2**32 - 1, 2**32 - 1]
 
 
 def test_logits_and_gradients_of_splits_are_those_of_the_whole(
