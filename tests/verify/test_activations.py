@@ -36,8 +36,10 @@ SPECS = {
 }
 
 
-def step(spec: ModelSpec, batch: int, seq: int, dtype: torch.dtype, attention: str, loss: str) -> SavedBytes:
-    model = build(spec, attention=attention, loss=loss, dtype=dtype).train()  # type: ignore[arg-type]
+def step(
+    spec: ModelSpec, batch: int, seq: int, dtype: torch.dtype, attention: str, loss: str, dropout: str = "counter"
+) -> SavedBytes:
+    model = build(spec, attention=attention, loss=loss, dropout=dropout, dtype=dtype).train()  # type: ignore[arg-type]
     initialise_(model, 0)
     tokens = torch.randint(spec.vocab, (batch, seq))
     key = DropoutKey(0, 0, torch.arange(batch))
@@ -55,6 +57,28 @@ def test_prediction_is_the_measurement(spec: ModelSpec, attention: str, loss: st
         measured = step(spec, batch, seq, dtype, attention, loss)
         foretold = activations.saved(
             spec, batch=batch, seq=seq, dtype_bytes=dtype.itemsize, attention=attention, loss=loss  # type: ignore[arg-type]
+        )  # fmt: skip
+        assert compare(foretold, measured) == []
+        assert activations.total(foretold) == measured.total
+
+
+DROPPING = {
+    "all": GPT2.model_copy(update={"embd_dropout": 0.1, "attn_dropout": 0.2, "resid_dropout": 0.3}),
+    "attention": GPT2.model_copy(update={"attn_dropout": 0.2}),
+    "attention, one head": GPT2.model_copy(update={"attn_dropout": 0.2, "heads": 1}),
+    "not causal": GPT2.model_copy(update={"attn_dropout": 0.2, "causal": False}),
+    "residual": GPT2.model_copy(update={"resid_dropout": 0.3}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=["fp32", "float64", "bf16"])
+@pytest.mark.parametrize("attention", ["sdpa", "explicit"])
+@pytest.mark.parametrize("spec", DROPPING.values(), ids=DROPPING)
+def test_torchs_dropout_keeps_what_is_predicted(spec: ModelSpec, attention: str, dtype: torch.dtype) -> None:
+    for batch, seq in ((3, 8), (1, 8), (2, 1), (1, 1)):
+        measured = step(spec, batch, seq, dtype, attention, "full", "torch")
+        foretold = activations.saved(
+            spec, batch=batch, seq=seq, dtype_bytes=dtype.itemsize, attention=attention, dropout="torch"  # type: ignore[arg-type]
         )  # fmt: skip
         assert compare(foretold, measured) == []
         assert activations.total(foretold) == measured.total

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from meshwright.model.dropout import Dropout, DropoutKey
+from meshwright.model.dropout import Dropout, DropoutKey, TorchDropout
 
 
 def visible(length: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -27,11 +27,15 @@ def visible(length: int, window: int | None, dtype: torch.dtype, device: torch.d
 
 
 class Sdpa(nn.Module):
-    """torch's fused attention. Backward keeps q, k, v, the output and the logarithm of each row's softmax sum."""
+    """torch's fused attention. Backward keeps q, k, v, the output and the logarithm of each row's softmax sum.
 
-    def __init__(self, causal: bool, window: int | None) -> None:
+    With `dropout`, the probability that a weight is dropped, torch draws the masks from its generator. On the CPU it
+    then writes attention out, in float32 at least, and keeps the softmax, its mask and the dropped weights.
+    """
+
+    def __init__(self, causal: bool, window: int | None, dropout: float = 0.0) -> None:
         super().__init__()
-        self.causal, self.window = causal, window
+        self.causal, self.window, self.dropout = causal, window, dropout
 
     def mask(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         """The mask that all blocks share: none where the kernel's own causal one does."""
@@ -45,6 +49,7 @@ class Sdpa(nn.Module):
             k.transpose(1, 2),
             v.transpose(1, 2),
             attn_mask=mask,
+            dropout_p=self.dropout if self.training else 0.0,
             is_causal=self.causal and mask is None,
             enable_gqa=q.size(2) != k.size(2),
         )
@@ -58,7 +63,7 @@ class Explicit(nn.Module):
     dropout mask and, where dropped, the weights: what Korthikanti et al. (2022, arXiv 2205.05198, section 4.1) count.
     """
 
-    def __init__(self, causal: bool, window: int | None, dropout: Dropout) -> None:
+    def __init__(self, causal: bool, window: int | None, dropout: Dropout | TorchDropout) -> None:
         super().__init__()
         self.causal, self.window, self.dropout = causal, window, dropout
 

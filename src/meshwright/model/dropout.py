@@ -1,7 +1,7 @@
-"""Dropout whose mask is a function of (seed, step, place in the model, element of the global batch) alone.
+"""Dropout whose mask is a function of (seed, step, place in the model, element of the global batch) alone; and torch's.
 
 The same elements are dropped whatever micro-batches and ranks the batch was dealt to. A mask has one byte an
-element, and is all that backward keeps.
+element, and is all that backward keeps. torch's own masks come from the state of its random generators instead.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import hashlib
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.model.init import GOLDEN, mix64_, signed
@@ -43,6 +44,28 @@ class Dropout(nn.Module):
         return torch.where(dropped(key, self.place, x.shape, self.p), 0.0, x).mul_(1 / (1 - self.p))
 
 
+class TorchDropout(nn.Module):
+    """torch's own dropout: which elements it drops depends on what its generator gave before, so on the layout too."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: Tensor, key: DropoutKey | None) -> Tensor:
+        return F.dropout(x, self.p, self.training)
+
+
+def dropout(masks: str, p: float, place: int) -> Dropout | TorchDropout:
+    """One dropout of a model by the run's option: "counter" or "torch"."""
+    return Dropout(p, place) if masks == "counter" else TorchDropout(p)
+
+
+def seed_torch(seed: int, step: int, rank: int, micro: int) -> None:
+    """Set torch's generators, of all devices, to where a data rank's micro-batch begins; so a resumed run goes on with
+    the masks that it would have had."""
+    torch.manual_seed(_hash64(f"torch:{seed}:{step}:{rank}:{micro}"))
+
+
 def dropped(key: DropoutKey, place: int, shape: torch.Size, p: float) -> Tensor:
     """Which elements of a tensor [B, ..., n] to drop: bool of its shape, true with probability p to 2⁻³².
 
@@ -54,7 +77,7 @@ def dropped(key: DropoutKey, place: int, shape: torch.Size, p: float) -> Tensor:
     assert rows.shape == shape[:1] and n < 2**31
     runs = torch.Size(middle).numel()
     run_keys = rows[:, None] * runs + torch.arange(runs, device=rows.device)
-    run_keys = mix64_(run_keys.mul_(signed(GOLDEN)).add_(_key(key.seed, key.step, place))).view(-1, 1)
+    run_keys = mix64_(run_keys.mul_(signed(GOLDEN)).add_(_hash64(f"dropout:{key.seed}:{key.step}:{place}"))).view(-1, 1)
     # The hash begins with an xorshift of low ^ column, which is that of each, since both are linear over bits.
     low = _xorshift_(run_keys.to(torch.int32), 16)
     high = (run_keys >> 32).to(torch.int32)
@@ -78,9 +101,8 @@ def dropped(key: DropoutKey, place: int, shape: torch.Size, p: float) -> Tensor:
     return mask.view(shape)
 
 
-def _key(seed: int, step: int, place: int) -> int:
-    digest = hashlib.blake2b(f"dropout:{seed}:{step}:{place}".encode(), digest_size=8).digest()
-    return signed(int.from_bytes(digest, "little"))
+def _hash64(words: str) -> int:
+    return signed(int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "little"))
 
 
 def _signed32(word: int) -> int:

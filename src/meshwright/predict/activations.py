@@ -34,6 +34,7 @@ def saved(
     dtype_bytes: int = 4,
     attention: Literal["sdpa", "explicit"] = "sdpa",
     loss: Literal["full", "chunked"] = "full",
+    dropout: Literal["counter", "torch"] = "counter",
     device: Literal["cpu", "cuda"] = "cpu",
 ) -> list[Saved]:
     """Storages kept between forward and backward in training, `batch` sequences of `seq` tokens; none for no batch.
@@ -43,7 +44,7 @@ def saved(
     """
     if batch == 0:
         return []
-    shapes = _Shapes(spec, batch, seq, dtype_bytes, attention, device)
+    shapes = _Shapes(spec, batch, seq, dtype_bytes, attention, dropout, device)
     family = shapes.gpt2() if spec.family == "gpt2" else shapes.llama()
     return [Saved(where, what, size) for where, what, size in (*family, *shapes.loss(loss)) if size]
 
@@ -59,9 +60,11 @@ Row = tuple[str, str, int]
 class _Shapes:
     """Sizes in bytes that the rows share, and the rows of each part of the model."""
 
-    def __init__(self, spec: ModelSpec, batch: int, seq: int, size: int, attention: str, device: str) -> None:
+    def __init__(
+        self, spec: ModelSpec, batch: int, seq: int, size: int, attention: str, dropout: str, device: str
+    ) -> None:
         self.spec, self.batch, self.seq, self.size, self.attention = spec, batch, seq, size, attention
-        self.cpu = device == "cpu"
+        self.dropout, self.cpu = dropout, device == "cpu"
         self.tokens = batch * seq
         self.wide = max(size, 4)
         self.hidden = self.tokens * spec.hidden * size
@@ -126,12 +129,16 @@ class _Shapes:
             yield where, what, self.tokens * (self.size if self.cpu else self.wide)
 
     def _dropout(self, where: str, p: float, elements: int) -> Iterator[Row]:
-        if p:
+        if p and self.dropout == "torch" and self.cpu:
+            yield where, "dropout factors, 0 or 1 / (1 − p)", elements * self.size
+        elif p:
             yield where, "dropout mask, a byte an element", elements
 
     # -- both ----------------------------------------------------------------------------------------------------
 
     def _core(self, at: str, layer: int, output: str) -> Iterator[Row]:
+        if self.attention == "sdpa" and self.spec.attn_dropout and self.cpu:
+            return self._unfused(f"{at}.core", output)
         if self.attention == "sdpa":
             return self._fused(f"{at}.core", layer)
         return self._written_out(f"{at}.core", output)
@@ -147,6 +154,22 @@ class _Shapes:
         yield core, "log-sum of each softmax row", self.spec.heads * self.statistic
         if layer == 0 and self.spec.window is not None and self.spec.window < self.seq:
             yield core, "window mask, shared by all layers", self.seq * self.seq * self.size
+
+    def _unfused(self, core: str, output: str) -> Iterator[Row]:
+        """What torch makes of its fused attention on the CPU where it is to drop weights; GPT-2 only."""
+        wide = self.q // self.size * self.wide
+        square = self.batch * self.spec.heads * self.seq * self.seq * self.wide
+        yield core, "q, scaled", wide
+        yield core, "k, scaled", wide
+        # v is copied where it is widened, and where its sequences and heads cannot be one dimension as they lie.
+        if self.size < self.wide or (self.batch > 1 and self.spec.heads > 1):
+            yield core, "v", wide
+        else:
+            yield core, "v within q, k, v in one", 3 * self.q
+        yield core, "softmax", square
+        yield core, "dropout factors, 0 or 1 / (1 − p)", square
+        yield core, "dropped weights", square
+        yield output, "output of attention", self.q
 
     def _written_out(self, core: str, output: str) -> Iterator[Row]:
         spec = self.spec

@@ -64,6 +64,7 @@ def saved(run: RunSpec, sequences: int, *, cpu: bool = True) -> list[activations
         dtype_bytes=DTYPE_BYTES[run.precision],
         attention=run.attention,
         loss=run.loss,
+        dropout=run.dropout,
         device="cpu" if cpu else "cuda",
     )
 

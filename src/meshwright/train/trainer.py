@@ -14,14 +14,13 @@ from torch import Tensor
 from meshwright.comm.mesh import Mesh
 from meshwright.model.base import LanguageModel
 from meshwright.model.build import DTYPES, build
-from meshwright.model.dropout import DropoutKey
+from meshwright.model.dropout import DropoutKey, seed_torch
 from meshwright.model.init import fill_, initial
 from meshwright.model.loss import IGNORE
 from meshwright.parallel import zero
 from meshwright.parallel.flat import Piece, Precision
 from meshwright.parallel.recompute import Recompute
 from meshwright.spec.batch import micro_batches, micro_steps, part
-from meshwright.spec.layout import Layout
 from meshwright.spec.run import RunSpec
 from meshwright.train.data import Dataset
 from meshwright.train.lossscale import LossScale
@@ -70,10 +69,15 @@ class Trainer:
         self.run = run
         self.mesh = mesh
         self.model = build(
-            run.model, attention=run.attention, loss=run.loss, dtype=DTYPES[run.precision], device="meta"
+            run.model,
+            attention=run.attention,
+            loss=run.loss,
+            dropout=run.dropout,
+            dtype=DTYPES[run.precision],
+            device="meta",
         )
         initials = initial(self.model)
-        self.recompute = _recompute(run.layout, self.model)
+        self.recompute = _recompute(run, self.model)
         self.sharded = zero.shard(self.model, mesh, run.layout.zero, options=_options(run))
         self.model.rebuild_buffers(mesh.device)
 
@@ -101,6 +105,8 @@ class Trainer:
             self.sharded.micro(index, last=last)
             self.mesh.blackbox.tick()  # where nothing is sent between micro-batches, this alone shows that all is well
             loss = None
+            if _torch_drops(self.run):
+                seed_torch(self.run.seed, step, group.rank, index)
             if places:
                 tokens, targets = (t.to(self.mesh.device) for t in data.batch(ids[places.start : places.stop]))
                 rows = torch.arange(places.start, places.stop, device=self.mesh.device)
@@ -185,11 +191,17 @@ class Trainer:
         return math.sqrt(float(squares) / replicas)
 
 
-def _recompute(layout: Layout, model: LanguageModel) -> Recompute | None:
+def _torch_drops(run: RunSpec) -> bool:
+    """Whether training draws from torch's generators."""
+    return run.dropout == "torch" and run.model.drops
+
+
+def _recompute(run: RunSpec, model: LanguageModel) -> Recompute | None:
+    layout = run.layout
     if layout.recompute == "none":
         return None
     keep = layout.recompute_keep if layout.recompute == "selective" else ()
-    return Recompute(model.blocks, every=layout.region(len(model.blocks)), keep=keep)
+    return Recompute(model.blocks, every=layout.region(len(model.blocks)), keep=keep, rng=_torch_drops(run))
 
 
 def _options(run: RunSpec) -> zero.Options:
