@@ -9,8 +9,10 @@ from meshwright.model.init import initialise_
 from meshwright.predict import flops
 from meshwright.predict.params import count, embedding_count
 from meshwright.predict.peaks import peak
+from meshwright.predict.report import predict
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.presets import PRESETS
+from meshwright.spec.run import Batch, Data, RunSpec
 
 LLAMA = ModelSpec(family="llama", vocab=33, hidden=16, layers=2, heads=4, kv_heads=2, ffn=24, max_seq=32)
 GPT2 = ModelSpec(family="gpt2", vocab=33, hidden=16, layers=2, heads=4, max_seq=32)
@@ -61,6 +63,18 @@ def test_counted_is_what_torch_counts(spec: ModelSpec, attention: str, loss: str
         value.backward()
     expected = flops.counted(spec, batch=3, seq=8, attention=attention, loss=loss)  # type: ignore[arg-type]
     assert (forward, counter.get_total_flops() - forward) == (expected.forward, expected.backward)
+
+
+def test_the_fused_attention_that_drops_is_written_out_on_the_cpu() -> None:
+    model = SPECS["gpt2"].model_copy(update={"attn_dropout": 0.1})
+    run = RunSpec(model=model, data=Data(seq_len=8), batch=Batch(sequences=3), dropout="torch", device="cpu")
+    plain = build(model, dropout="torch")
+    initialise_(plain, 0)
+    tokens = torch.randint(model.vocab, (3, 8))
+    with FlopCounterMode(display=False, custom_mapping=UNKNOWN_TO_TORCH) as counter:
+        plain(tokens, tokens).backward()
+    assert counter.get_total_flops() == predict(run).flops.executed_per_step.total
+    assert predict(run, device="cuda").flops.executed_per_step.total > counter.get_total_flops()
 
 
 def test_counted_is_the_published_formula_for_gpt() -> None:

@@ -101,6 +101,16 @@ def test_ways_to_compute(ranks, model, options):
     compared(ranks, run, [Layout(dp=2, zero=stage) for stage in (0, 1, 3)])
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "options", [{"attention": "explicit"}, {"attention": "explicit", "dropout": "torch"}, {"dropout": "torch"}], ids=str
+)
+def test_dropout(ranks, options, precision):
+    model = GPT2.model_copy(update={"embd_dropout": 0.1, "attn_dropout": 0.1, "resid_dropout": 0.1})
+    run = run_of(model, 2, micro=6, precision=precision, **options)
+    compared(ranks, run, [Layout(dp=2, zero=stage) for stage in (0, 3)])
+
+
 def test_ways_to_shard(ranks):
     layouts = [
         Layout(dp=4, zero=3, zero_gather="step"),

@@ -69,6 +69,11 @@ def saved(run: RunSpec, sequences: int, *, cpu: bool = True) -> list[activations
     )
 
 
+def written_out(run: RunSpec, *, cpu: bool) -> bool:
+    """Whether attention scores are computed whole: as asked, or because torch's fused kernel for the CPU drops none."""
+    return run.attention == "explicit" or (cpu and run.model.attn_dropout > 0)
+
+
 def loss_workspace(
     spec: ModelSpec, *, tokens: int, dtype_bytes: int, loss: Literal["full", "chunked"]
 ) -> dict[str, int]:
@@ -129,7 +134,9 @@ class _Step:
             self.until += row.bytes
         self.hidden = self.tokens * self.spec.hidden * self.size
         self.ffn = self.tokens * self.spec.ffn_width * self.size
-        self.scores = sequences * self.spec.heads * run.data.seq_len**2 * self.size
+        self.written_out = written_out(run, cpu=cpu)
+        self.scores = sequences * self.spec.heads * run.data.seq_len**2
+        self.scores *= self.size if run.attention == "explicit" else self.wide
         self.table = self.spec.vocab * self.spec.hidden * self.size
         self.llama = self.spec.family == "llama"
 
@@ -172,7 +179,7 @@ class _Step:
         end = self._saved_before(f"{self._block(index)}.{'post_attention_layernorm' if self.llama else 'ln_2'}")
         heads = self.spec.heads + 2 * self.spec.num_kv_heads
         temporaries = 2 * self.hidden + self.tokens * heads * self.spec.head_width * self.size
-        if self.run.attention == "explicit":
+        if self.written_out:
             temporaries += 2 * self.scores
         lines = {"activations": end, "temporaries": temporaries}
         return self._moment(f"attention of block {index}", f"blocks.{index}", lines, tied=True)

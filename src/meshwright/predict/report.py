@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from meshwright.predict.flops import Flops, counted, model_flops
 from meshwright.predict.memory import Device, Memory, memory
 from meshwright.predict.params import count, embedding_count, unit_counts
+from meshwright.predict.peak import written_out
 from meshwright.predict.traffic import total_wire, traffic
 from meshwright.spec.batch import micro_steps
 from meshwright.spec.layout import Layout
@@ -76,7 +77,10 @@ def predict(run: RunSpec, ranks: int | None = None, device: Device | None = None
     rows = traffic(run, layout)
     per_token = model_flops(run.model, seq=seq)
     tokens = sequences * seq
-    executed = counted(run.model, batch=sequences, seq=seq, attention=run.attention, loss=run.loss)
+    attention: Literal["sdpa", "explicit"] = "sdpa"
+    if written_out(run, cpu=(device or run.device) == "cpu"):
+        attention = "explicit"
+    executed = counted(run.model, batch=sequences, seq=seq, attention=attention, loss=run.loss)
     held = [memory(run, layout, rank, device) for rank in _kinds(sequences, data_ranks)]
     return Prediction(
         layout=layout,

@@ -179,8 +179,8 @@ class RunSpec(Part):
             raise ValueError(
                 f"model.attn_dropout={self.model.attn_dropout} cannot be had with attention=sdpa and dropout=counter: "
                 "the fused attention draws masks of its own; write attention=explicit to keep the masks alike in every "
-                "layout, dropout=torch to let torch draw them (then no proof can compare them), or model.attn_dropout=0 "
-                "to train without it"
+                "layout, dropout=torch to let torch draw them (then no proof can compare them), or "
+                "model.attn_dropout=0 to train without it"
             )
         if self.layout.recompute == "selective" and "attention" in self.layout.recompute_keep:
             raise ValueError(
