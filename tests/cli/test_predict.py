@@ -9,6 +9,8 @@ import pytest
 
 from meshwright.cli.main import run
 from meshwright.cli.tables import flops, size
+from meshwright.predict.activations import total
+from meshwright.predict.peak import saved
 from meshwright.predict.report import predict
 from meshwright.spec.load import load_run
 
@@ -49,6 +51,25 @@ def test_tables_hold_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
 def test_quiet_and_verbose(capsys: pytest.CaptureFixture[str]) -> None:
     assert "blocks." not in printed(capsys, "-q")
     assert "blocks.2 " in printed(capsys, "-v")
+
+
+def test_verbose_lists_what_is_kept_for_backward(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model=gpt2-tiny", "model.attn_dropout=0.1", "attention=explicit", "precision=bf16", "device=cpu"]
+    lines = [line.split() for line in printed(capsys, "-v", *words).splitlines()]
+    run_ = load_run(None, words)
+    rows = saved(run_, run_.batch.micro)
+    first = [row for row in rows if row.where.startswith("transformer.h.0.")]
+    for row in first:
+        assert [row.where, *row.what.split(), f"{row.bytes:,}"] in [line[:-2] for line in lines], row
+    assert ["layers", "0", "to", "3,", "each", f"{total(first):,}"] in [line[:6] for line in lines]
+    assert ["all", f"{total(rows):,}"] in [line[:2] for line in lines]
+    assert sum(line[:1] == ["transformer.h.1.mlp"] for line in lines) == 0
+
+
+def test_layers_that_differ_stand_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first layer of a model with a window has the mask that all share."""
+    out = printed(capsys, "-v", "model.window=8")
+    assert "layer 0 " in out and "layers 1 to 3, each" in out
 
 
 def test_one_rank_sends_nothing(capsys: pytest.CaptureFixture[str]) -> None:

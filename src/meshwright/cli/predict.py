@@ -16,7 +16,7 @@ def command(words: tuple[str, ...], ranks: int | None, quiet: bool, verbose: boo
     """Tell what a run will hold, move and compute. Starts no processes.
 
     Parameters by unit, memory of a rank by category, traffic of a step by collective and reason, and FLOPs. With -v
-    every block has its line, with -q there are only the totals.
+    every block has its line, and so has every tensor kept for backward; with -q there are only the totals.
 
     \b
     meshwright predict                                     the demo's defaults
@@ -39,3 +39,11 @@ def command(words: tuple[str, ...], ranks: int | None, quiet: bool, verbose: boo
     parts = [summary(run, foretold)] if quiet else prediction(run, foretold, every_unit=verbose)
     for part in parts:
         out.print(part)
+    if verbose:
+        from meshwright.cli.saved import kept
+        from meshwright.cli.tables import titled
+        from meshwright.predict.peak import saved
+
+        memory = foretold.memory
+        rows = saved(run, memory.sequences, cpu=memory.device == "cpu")
+        out.print(titled("Kept for backward of a micro-batch, by tensor", kept(rows)))
