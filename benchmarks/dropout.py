@@ -2,9 +2,9 @@
 
     python benchmarks/dropout.py [--rounds 21] [--step-rounds 9]
 
-Contestants alternate within a round, in reversed order every other round; shown are medians over rounds, and beside
-them the ratio to the first contestant, round by round. The first runs twice a round: where its ratio with itself is
-far from 1 the minute was noisy, run it again.
+Contestants alternate within a round, in reversed order every other round. Shown are medians over rounds of CPU time,
+which does not count the time that others have the core, and of the ratio to the first contestant, round by round. The
+first runs twice a round: where its ratio with itself is far from 1 the minute was noisy, run it again.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def alternate(contestants: Mapping[str, Callable[[], object]], rounds: int, warm
     times: dict[str, list[float]] = {name: [] for name in entries}
     for index in range(warmup + rounds):
         for name in entries if index % 2 else reversed(entries):
-            start = time.perf_counter()
+            start = time.thread_time()
             entries[name]()
             if index >= warmup:
-                times[name].append(1e3 * (time.perf_counter() - start))
+                times[name].append(1e3 * (time.thread_time() - start))
     for name, each in times.items():
         ratio = statistics.median(a / b for a, b in zip(each, times[names[0]], strict=True))
         print(f"    {name:40} {statistics.median(each):8.2f} ms   {ratio:5.2f}", flush=True)
@@ -104,7 +104,6 @@ if __name__ == "__main__":
             print(f"{name} {list(shape)}, {str(dtype).removeprefix('torch.')}, p = {P}")
             elements(dtype, shape, given.rounds)
     for precision in ("fp32", "bf16"):
-        print(
-            f"a training step of GPT-2 ({MODEL.layers} layers of {MODEL.hidden}, {SEQUENCES} × {LENGTH}), {precision}"
-        )
+        size = f"{MODEL.layers} layers of {MODEL.hidden}, {SEQUENCES} × {LENGTH} tokens"
+        print(f"a training step of GPT-2, {size}, {precision}")
         steps(precision, given.step_rounds)

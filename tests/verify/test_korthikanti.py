@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -72,3 +73,21 @@ def test_a_layer_is_predicted_to_keep_what_the_paper_says_under_the_names_it_giv
         for what in ("mean", "inverse standard deviation"):
             assert foretold.pop((norm, what)) == 2 * 2 * seq
     assert foretold == {(term.where, term.what): term.bytes(SPEC, batch=2, seq=seq) for term in TERMS}
+
+
+def test_the_page_shows_what_is_predicted() -> None:
+    """The tables of docs/activations.md, printed by benchmarks/activations.py, are of this version."""
+    page = (Path(__file__).parents[2] / "docs/activations.md").read_text()
+    spec = SPEC.model_copy(update={"hidden": 768, "heads": 12, "max_seq": 1024, "vocab": 256})
+    lengths = [
+        [r for r in activations.saved(spec, batch=2, seq=seq, dtype_bytes=2, attention="explicit") if LAYER in r.where]
+        for seq in (512, 1024)
+    ]
+    table = page.partition("### GPT-2, explicit")[2].partition("###")[0]
+    cells = [[cell.strip() for cell in line.split("|")] for line in table.splitlines() if line.startswith("| `")]
+    assert [(line[1].strip("`"), line[2], line[5], line[6]) for line in cells] == [
+        (short.where.removeprefix(LAYER), short.what, f"{short.bytes:,}", f"{long.bytes:,}")
+        for short, long in zip(*lengths, strict=True)
+    ]
+    terms = {(term.where, term.what): f"{term.paper}: {term.formula()}" for term in TERMS}
+    assert [line[3] for line in cells] == [terms.get((line[1].strip("`"), line[2]), "left out") for line in cells]
