@@ -7,7 +7,7 @@ import torch
 
 from meshwright.model.base import LanguageModel
 from meshwright.model.build import build
-from meshwright.model.dropout import Dropout, DropoutKey, dropped
+from meshwright.model.dropout import Dropout, DropoutKey, dropped, seed_torch
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelSpec
 
@@ -133,6 +133,30 @@ def test_training_needs_a_key_and_evaluation_never_drops(
         model(tokens)
     model.eval()
     assert torch.equal(model(tokens), model(tokens, dropout=key(range(2))))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "explicit"])
+@pytest.mark.parametrize("field", ["embd_dropout", "attn_dropout", "resid_dropout"])
+def test_torchs_own_drops_in_each_place_and_never_in_evaluation(
+    field: str, attention: str, tiny: dict[str, ModelSpec], make: Callable[..., LanguageModel]
+) -> None:
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    model = make(tiny["gpt2"].model_copy(update={field: 0.5}), attention=attention, dropout="torch").train()
+    seed_torch(1, 2, 0, 0)
+    dropped_once, then = model(tokens), model(tokens)
+    seed_torch(1, 2, 0, 0)
+    assert torch.equal(model(tokens), dropped_once) and not torch.equal(then, dropped_once)
+    plain = make(tiny["gpt2"], attention=attention).eval()(tokens)
+    assert (dropped_once - plain).abs().max() > 1e-3
+    assert torch.equal(model.eval()(tokens), plain)
+
+
+def test_generators_are_set_by_each_of_seed_step_rank_and_micro_batch() -> None:
+    drawn = set()
+    for where in ((1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2), (11, 1, 1, 1)):
+        seed_torch(*where)
+        drawn.add(torch.rand(()).item())
+    assert len(drawn) == 6
 
 
 def test_sdpa_refuses_dropout_of_attention_weights(dropping: ModelSpec) -> None:
