@@ -11,6 +11,8 @@ import pytest
 from meshwright.cli.common import in_bytes
 from meshwright.cli.main import run
 from meshwright.cli.tables import flops, size
+from meshwright.predict.activations import total
+from meshwright.predict.peak import saved
 from meshwright.predict.report import predict
 from meshwright.spec.load import load_run
 
@@ -120,6 +122,32 @@ def test_recompute_is_in_the_layouts_words(capsys: pytest.CaptureFixture[str]) -
         assert ("computed again" in out) == ("recompute" in fields)
 
 
+def test_verbose_lists_what_is_kept_for_backward(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model=gpt2-tiny", "model.attn_dropout=0.1", "attention=explicit", "precision=bf16", "device=cpu"]
+    lines = [line.split() for line in printed(capsys, "-v", *words).splitlines()]
+    run_ = load_run(None, words)
+    rows = saved(run_, run_.layout, run_.batch.micro)
+    first = [row for row in rows if row.where.startswith("transformer.h.0.")]
+    for row in first:
+        assert [row.where, *row.what.split(), f"{row.bytes:,}"] in [line[:-2] for line in lines], row
+    assert ["layers", "0", "to", "3,", "each", f"{total(first):,}"] in [line[:6] for line in lines]
+    assert ["all", f"{total(rows):,}"] in [line[:2] for line in lines]
+    assert sum(line[:1] == ["transformer.h.1.mlp"] for line in lines) == 0
+
+
+def test_verbose_lists_what_regions_keep_under_their_last_block(capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(capsys, "-v", "model.layers=5", "layout.recompute=full", "layout.recompute_every=2")
+    (line,) = (line.split() for line in out.splitlines() if line.startswith("model.layers.1 "))
+    assert line[1:3] == ["residual", "stream"]
+    assert "layers 1, 3, 4, each" in out
+
+
+def test_layers_that_differ_stand_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first layer of a model with a window has the mask that all share."""
+    out = printed(capsys, "-v", "model.window=8")
+    assert "layer 0 " in out and "layers 1 to 3, each" in out
+
+
 def test_one_rank_sends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert "traffic  none" in printed(capsys, "--ranks", "1")
 
@@ -131,3 +159,10 @@ def test_one_rank_sends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 def test_sizes_are_decimal(number: float, words: str) -> None:
     assert size(number) == words
     assert flops(number) == words.replace("B", "FLOPs")
+
+
+def test_a_way_to_recompute_that_the_run_may_not_have_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--recompute", "model=gpt2-tiny", "model.attn_dropout=0.1", "device=cpu")
+    assert "keep linear attention" in printed(capsys, *words, "attention=explicit", "dropout=torch")
+    torch_drops = printed(capsys, *words, "attention=sdpa", "dropout=torch")
+    assert "selective keep linear" in torch_drops and "keep linear attention" not in torch_drops

@@ -1,3 +1,4 @@
+import hashlib
 import math
 from collections.abc import Callable
 
@@ -6,7 +7,7 @@ import torch
 
 from meshwright.model.base import LanguageModel
 from meshwright.model.build import build
-from meshwright.model.dropout import Dropout, DropoutKey, dropped
+from meshwright.model.dropout import Dropout, DropoutKey, dropped, seed_torch
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelSpec
 
@@ -28,6 +29,29 @@ def test_splits_see_the_same_mask() -> None:
     for rows in (range(0, 1), range(2, 5), range(5, 6)):
         part = dropped(key(rows), 3, torch.Size((len(rows), *SHAPE[1:])), 0.3)
         assert torch.equal(part, whole[rows.start : rows.stop])
+
+
+def test_masks_are_those_of_earlier_versions() -> None:
+    """A checkpoint's run goes on with the same masks; long and short runs, one row and many, and no element at all."""
+    seen = hashlib.blake2b(digest_size=8)
+    for shape in ((3, 5, 7), (2, 4, 50, 50), (1, 1, 1), (2, 3), (5, 1, 300_000), (0, 3, 4), (2, 1000, 64)):
+        mask = dropped(DropoutKey(7, 11, torch.arange(2, 2 + shape[0])), 5, torch.Size(shape), 0.3)
+        seen.update(mask.numpy().tobytes())
+    assert seen.hexdigest() == "4c807bd2d79acd93"
+
+
+def test_probability_to_the_last_of_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the 2³² hashes exactly p · 2³² drop: the share of a range of p is its length, however small p is."""
+    shape, few = torch.Size((1, 1, 1 << 22)), key(range(1))
+    hashes = {p: dropped(few, 3, shape, p).sum().item() for p in (2**-32, 2**-20, 2**-20 + 2**-32, 1 - 2**-20)}
+    assert hashes[2**-32] <= 1 and 0 <= hashes[2**-20] <= hashes[2**-20 + 2**-32] <= 20
+    assert 0 < (1 << 22) - hashes[1 - 2**-20] <= 20
+    # The threshold itself: with a hash that is each number in turn, the lowest p · 2³² of them.
+    bounds = []
+    monkeypatch.setattr("torch.lt", lambda h, below, out: bounds.append(below) or out.fill_(False))
+    for p in (2**-32, 0.1, 0.3, 1 - 2**-32, 1 - 2**-50):
+        dropped(few, 3, torch.Size((1, 1, 1)), p)
+    assert [bound + 2**31 for bound in bounds] == [1, 429496730, 1288490189, 2**32 - 1, 2**32 - 1]
 
 
 def test_logits_and_gradients_of_splits_are_those_of_the_whole(
@@ -109,6 +133,30 @@ def test_training_needs_a_key_and_evaluation_never_drops(
         model(tokens)
     model.eval()
     assert torch.equal(model(tokens), model(tokens, dropout=key(range(2))))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "explicit"])
+@pytest.mark.parametrize("field", ["embd_dropout", "attn_dropout", "resid_dropout"])
+def test_torchs_own_drops_in_each_place_and_never_in_evaluation(
+    field: str, attention: str, tiny: dict[str, ModelSpec], make: Callable[..., LanguageModel]
+) -> None:
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    model = make(tiny["gpt2"].model_copy(update={field: 0.5}), attention=attention, dropout="torch").train()
+    seed_torch(1, 2, 0, 0)
+    dropped_once, then = model(tokens), model(tokens)
+    seed_torch(1, 2, 0, 0)
+    assert torch.equal(model(tokens), dropped_once) and not torch.equal(then, dropped_once)
+    plain = make(tiny["gpt2"], attention=attention).eval()(tokens)
+    assert (dropped_once - plain).abs().max() > 1e-3
+    assert torch.equal(model.eval()(tokens), plain)
+
+
+def test_generators_are_set_by_each_of_seed_step_rank_and_micro_batch() -> None:
+    drawn = set()
+    for where in ((1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2), (11, 1, 1, 1)):
+        seed_torch(*where)
+        drawn.add(torch.rand(()).item())
+    assert len(drawn) == 6
 
 
 def test_sdpa_refuses_dropout_of_attention_weights(dropping: ModelSpec) -> None:

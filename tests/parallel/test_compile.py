@@ -13,7 +13,7 @@ import torch
 
 from meshwright.comm.mesh import Mesh
 from meshwright.model.build import build
-from meshwright.model.dropout import DropoutKey
+from meshwright.model.dropout import DropoutKey, seed_torch
 from meshwright.model.init import fill_, initial
 from meshwright.parallel.compile import compile_blocks
 from meshwright.parallel.recompute import Recompute
@@ -26,14 +26,14 @@ LLAMA = ModelSpec(family="llama", vocab=37, hidden=24, layers=3, heads=4, kv_hea
 GPT2 = ModelSpec(family="gpt2", vocab=37, hidden=24, layers=3, heads=4, max_seq=32, resid_dropout=0.3, attn_dropout=0.3)
 
 
-def gradients(spec, stage, every, backend, micros=2):
+def gradients(spec, stage, every, backend, micros=2, attention="explicit", dropout="counter"):
     """Of two micro-batches of different lengths, by name."""
     mesh = Mesh.single(CPU)
-    model = build(spec, attention="explicit", dtype=torch.float64)
+    model = build(spec, attention=attention, dropout=dropout, dtype=torch.float64)
     starts = initial(model)
     if backend:
         compile_blocks(model.blocks, CPU, backend)
-    recompute = None if every is None else Recompute(model.blocks, every=every)
+    recompute = None if every is None else Recompute(model.blocks, every=every, rng=dropout == "torch")
     sharded = shard(model, mesh, stage, recompute=recompute)
     sharded.fill(lambda piece, flat: fill_(flat, starts[piece.placement.name], seed=1, name=piece.placement.name,
                                            start=piece.start))  # fmt: skip
@@ -41,6 +41,7 @@ def gradients(spec, stage, every, backend, micros=2):
     sharded.begin()
     for micro in range(micros):
         sharded.micro(micro, last=micro == micros - 1)
+        seed_torch(1, 0, mesh.rank, micro)
         generator = torch.Generator().manual_seed(10 * mesh.rank + micro)
         tokens, targets = torch.randint(spec.vocab, (2, 2, 12 + 4 * (micro % 2)), generator=generator)
         key = DropoutKey(1, micro, 2 * mesh.rank + torch.arange(2))
@@ -62,10 +63,22 @@ def test_every_stage_and_recompute_around_traced_blocks(spec):
         assert_close(gradients(spec, stage, every, "aot_eager"), expected)
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "explicit"])
+def test_torch_draws_the_masks_that_it_would_in_plain_blocks(attention):
+    expected = gradients(GPT2, 0, None, None, attention=attention, dropout="torch")
+    for stage, every in ((0, None), (3, 2)):
+        assert_close(gradients(GPT2, stage, every, "aot_eager", attention=attention, dropout="torch"), expected)
+
+
 @pytest.mark.timeout(400)  # the compiler takes its time on a busy machine
-def test_the_real_compiler():
-    expected = gradients(LLAMA, 0, None, None, micros=1)
-    assert_close(gradients(LLAMA, 3, 1, "inductor", micros=1), expected)
+@pytest.mark.parametrize(
+    ("spec", "attention", "dropout"),
+    [(LLAMA, "explicit", "counter"), (GPT2, "sdpa", "torch")],
+    ids=["llama", "gpt2, torch drops"],
+)
+def test_the_real_compiler(spec, attention, dropout):
+    expected = gradients(spec, 0, None, None, 1, attention, dropout)
+    assert_close(gradients(spec, 3, 1, "inductor", 1, attention, dropout), expected)
 
 
 def test_a_machine_without_a_compiler_is_told_so():

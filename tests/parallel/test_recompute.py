@@ -31,13 +31,14 @@ MODES = {
 
 
 def gradients(
-    spec: ModelSpec, attention: str, dtype: torch.dtype, mode: dict[str, object] | None
+    spec: ModelSpec, attention: str, dtype: torch.dtype, mode: dict[str, object] | None, dropout: str = "counter"
 ) -> list[torch.Tensor]:
-    model = build(spec, attention=attention, loss="full", dtype=dtype)
+    model = build(spec, attention=attention, loss="full", dropout=dropout, dtype=dtype)
     initialise_(model, 1)
     model.train()
     if mode is not None:
-        Recompute(model.blocks, **mode)
+        Recompute(model.blocks, rng=dropout == "torch", **mode)
+    torch.manual_seed(2)
     generator = torch.Generator().manual_seed(0)
     for _ in range(2):  # two micro-batches, the second onto the first one's gradients
         tokens, targets = torch.randint(spec.vocab, (2, 3, 20), generator=generator)
@@ -47,14 +48,21 @@ def gradients(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize(
-    ("spec", "attention"),
-    [(LLAMA, "sdpa"), (LLAMA, "explicit"), (GPT2, "sdpa"), (DROPPED, "explicit")],
-    ids=["llama sdpa", "llama explicit", "gpt2 sdpa", "gpt2 explicit dropout"],
+    ("spec", "attention", "dropout"),
+    [
+        (LLAMA, "sdpa", "counter"),
+        (LLAMA, "explicit", "counter"),
+        (GPT2, "sdpa", "counter"),
+        (DROPPED, "explicit", "counter"),
+        (DROPPED, "explicit", "torch"),
+        (DROPPED, "sdpa", "torch"),
+    ],
+    ids=["llama sdpa", "llama explicit", "gpt2 sdpa", "gpt2 explicit dropout", "torch's dropout", "fused and dropped"],
 )
-def test_gradients_have_the_same_bits(spec, attention, dtype):
-    expected = gradients(spec, attention, dtype, None)
+def test_gradients_have_the_same_bits(spec, attention, dropout, dtype):
+    expected = gradients(spec, attention, dtype, None, dropout)
     for name, mode in MODES.items():
-        found = gradients(spec, attention, dtype, mode)
+        found = gradients(spec, attention, dtype, mode, dropout)
         assert all(map(torch.equal, found, expected)), name
 
 

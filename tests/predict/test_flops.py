@@ -13,9 +13,11 @@ from meshwright.parallel.recompute import Recompute
 from meshwright.predict import flops
 from meshwright.predict.params import count, embedding_count
 from meshwright.predict.peaks import peak
+from meshwright.predict.report import predict
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.presets import PRESETS
+from meshwright.spec.run import Batch, Data, RunSpec
 
 LLAMA = ModelSpec(family="llama", vocab=33, hidden=16, layers=2, heads=4, kv_heads=2, ffn=24, max_seq=32)
 GPT2 = ModelSpec(family="gpt2", vocab=33, hidden=16, layers=2, heads=4, max_seq=32)
@@ -58,15 +60,21 @@ UNKNOWN_TO_TORCH = {
 
 
 def count_of(
-    spec: ModelSpec, attention: str, loss: str, layout: Layout | None = None, batch: int = 3, seq: int = 8
+    spec: ModelSpec,
+    attention: str,
+    loss: str,
+    layout: Layout | None = None,
+    batch: int = 3,
+    seq: int = 8,
+    dropout: str = "counter",
 ) -> tuple[int, int]:
     """FLOPs that torch counts in forward and in backward."""
-    model = build(spec, attention=attention, loss=loss).train()  # type: ignore[arg-type]
+    model = build(spec, attention=attention, loss=loss, dropout=dropout).train()  # type: ignore[arg-type]
     model.rebuild_buffers(torch.device("cpu"))
     initialise_(model, 0)
     if layout is not None and layout.recompute != "none":
         keep = layout.recompute_keep if layout.recompute == "selective" else ()
-        Recompute(model.blocks, every=layout.region(spec.layers), keep=keep)
+        Recompute(model.blocks, every=layout.region(spec.layers), keep=keep, rng=dropout == "torch")
     tokens = torch.randint(spec.vocab, (batch, seq))
     with FlopCounterMode(display=False, custom_mapping=UNKNOWN_TO_TORCH) as counter:
         value = model(tokens, tokens, dropout=DropoutKey(0, 0, torch.arange(batch)))
@@ -123,6 +131,18 @@ def test_a_whole_forward_once_more_would_be_a_third_and_recompute_takes_less() -
     # Region by region one product less: down's of each block, or of every sixth.
     down = 2 * 8192 * spec.hidden * spec.ffn_width
     assert share(recompute_every="sqrt") - share() == pytest.approx((32 - 6) * down / plain.total)
+
+
+def test_the_fused_attention_that_drops_is_written_out_on_the_cpu() -> None:
+    model = SPECS["gpt2"].model_copy(update={"attn_dropout": 0.1})
+    run = RunSpec(model=model, data=Data(seq_len=8), batch=Batch(sequences=3), dropout="torch", device="cpu")
+    for layout in (Layout(), *RECOMPUTED):
+        if "attention" in layout.recompute_keep and layout.recompute == "selective":
+            continue  # refused
+        run = RunSpec.model_validate(run.model_dump() | {"layout": layout})
+        total = sum(count_of(model, "sdpa", "full", layout, dropout="torch"))
+        assert predict(run).flops.executed_per_step.total == total, layout
+        assert predict(run, device="cuda").flops.executed_per_step.total > total
 
 
 def test_counted_is_the_published_formula_for_gpt() -> None:

@@ -200,9 +200,19 @@ def test_dropout_that_came_with_a_config_says_what_to_write(tmp_path: Path) -> N
         (refusal(f"model={config}"), f"command line: model={config}: "),
     ):
         assert told.startswith(f"{where}model.attn_dropout=0.1 cannot be had with attention=sdpa")
-        assert "write model.attn_dropout=0 to train without it, or attention=explicit to keep it" in told
+        assert "write attention=explicit to keep the masks alike in every layout, dropout=torch to let torch" in told
+        assert "or model.attn_dropout=0 to train without it" in told
     assert load_run(path, ["model.attn_dropout=0"]).model.resid_dropout == 0.1
-    assert load_run(path, ["attention=explicit"]).model.attn_dropout == 0.1
+    for way in ("attention=explicit", "dropout=torch"):
+        assert load_run(path, [way]).model.attn_dropout == 0.1
+
+
+def test_attention_that_draws_its_masks_is_not_kept_while_those_behind_it_are_drawn_again() -> None:
+    words = ["model=gpt2-tiny", "model.attn_dropout=0.1", "dropout=torch", "layout.recompute=selective"]
+    assert load_run(None, words).layout.recompute_keep == ("linear",)
+    told = refusal(*words, "layout.recompute_keep=[linear, attention]")
+    assert told.endswith("leave attention out of it, or use attention=explicit")
+    load_run(None, [*words, "layout.recompute_keep=[linear, attention]", "attention=explicit"])
 
 
 def test_an_override_without_effect() -> None:

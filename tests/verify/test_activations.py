@@ -58,13 +58,20 @@ RECOMPUTED = {
 
 
 def step(
-    spec: ModelSpec, batch: int, seq: int, dtype: torch.dtype, attention: str, loss: str, layout: Layout = NONE
+    spec: ModelSpec,
+    batch: int,
+    seq: int,
+    dtype: torch.dtype,
+    attention: str,
+    loss: str,
+    layout: Layout = NONE,
+    dropout: str = "counter",
 ) -> SavedBytes:
-    model = build(spec, attention=attention, loss=loss, dtype=dtype).train()  # type: ignore[arg-type]
+    model = build(spec, attention=attention, loss=loss, dropout=dropout, dtype=dtype).train()  # type: ignore[arg-type]
     initialise_(model, 0)
     if layout.recompute != "none":
         keep = layout.recompute_keep if layout.recompute == "selective" else ()
-        Recompute(model.blocks, every=layout.region(spec.layers), keep=keep)
+        Recompute(model.blocks, every=layout.region(spec.layers), keep=keep, rng=dropout == "torch")
     tokens = torch.randint(spec.vocab, (batch, seq))
     key = DropoutKey(0, 0, torch.arange(batch))
     return measure(model, lambda: model(tokens, tokens, dropout=key).backward(), inputs=(tokens,))
@@ -74,12 +81,20 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "float64": torch.float6
 
 
 def agree(
-    spec: ModelSpec, batch: int, seq: int, dtype: torch.dtype, attention: str, loss: str, layout: Layout = NONE
+    spec: ModelSpec,
+    batch: int,
+    seq: int,
+    dtype: torch.dtype,
+    attention: str,
+    loss: str,
+    layout: Layout = NONE,
+    dropout: str = "counter",
 ) -> None:
-    measured = step(spec, batch, seq, dtype, attention, loss, layout)
+    measured = step(spec, batch, seq, dtype, attention, loss, layout, dropout)
     foretold = activations.saved(
-        spec, batch=batch, seq=seq, dtype_bytes=dtype.itemsize, attention=attention, loss=loss, layout=layout  # type: ignore[arg-type]
-    )  # fmt: skip
+        spec, batch=batch, seq=seq, dtype_bytes=dtype.itemsize, attention=attention, loss=loss, dropout=dropout,
+        layout=layout,
+    )  # type: ignore[arg-type]  # fmt: skip
     assert compare(foretold, measured) == [], (batch, seq, layout)
     assert activations.total(foretold) == measured.total
 
@@ -91,7 +106,7 @@ def agree(
 def test_prediction_is_the_measurement(spec: ModelSpec, attention: str, loss: str, dtype: torch.dtype) -> None:
     if spec.attn_dropout and attention == "sdpa":
         attention = "explicit"  # the other is refused
-    for batch, seq in ((3, 8), (1, 8), (2, 1)):
+    for batch, seq in ((3, 8), (1, 8), (2, 1), (1, 1)):
         agree(spec, batch, seq, dtype, attention, loss)
 
 
@@ -101,14 +116,45 @@ def test_prediction_is_the_measurement(spec: ModelSpec, attention: str, loss: st
 def test_prediction_is_the_measurement_with_recompute(spec: ModelSpec, attention: str, dtype: torch.dtype) -> None:
     if spec.attn_dropout and attention == "sdpa":
         attention = "explicit"
+    with_recompute(spec, attention, dtype, "counter")
+
+
+def with_recompute(spec: ModelSpec, attention: str, dtype: torch.dtype, dropout: str) -> None:
     spec = spec.model_copy(update={"layers": 3})
     chosen = [RECOMPUTED[name] for name in ("full, every 2", "selective", f"keep {', '.join(EVERYTHING)}")]
     for layout in chosen if dtype == torch.float64 else RECOMPUTED.values():
-        agree(spec, 3, 8, dtype, attention, "full", layout)
+        agree(spec, 3, 8, dtype, attention, "full", layout, dropout)
     for layout in chosen:
-        for batch, seq in ((1, 16), (2, 1)):
-            agree(spec, batch, seq, dtype, attention, "full", layout)
-    agree(spec, 3, 8, dtype, attention, "chunked", chosen[0])
+        for batch, seq in ((1, 16), (2, 1), (1, 1)):
+            agree(spec, batch, seq, dtype, attention, "full", layout, dropout)
+    agree(spec, 3, 8, dtype, attention, "chunked", chosen[0], dropout)
+
+
+DROPPING = {
+    "all": GPT2.model_copy(update={"embd_dropout": 0.1, "attn_dropout": 0.2, "resid_dropout": 0.3}),
+    "attention": GPT2.model_copy(update={"attn_dropout": 0.2}),
+    "attention, one head": GPT2.model_copy(update={"attn_dropout": 0.2, "heads": 1}),
+    "not causal": GPT2.model_copy(update={"attn_dropout": 0.2, "causal": False}),
+    "residual": GPT2.model_copy(update={"resid_dropout": 0.3}),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("attention", ["sdpa", "explicit"])
+@pytest.mark.parametrize("spec", DROPPING.values(), ids=DROPPING)
+def test_torchs_dropout_keeps_what_is_predicted(spec: ModelSpec, attention: str, dtype: torch.dtype) -> None:
+    for batch, seq in ((3, 8), (1, 8), (2, 1), (1, 1)):
+        agree(spec, batch, seq, dtype, attention, "full", dropout="torch")
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("attention", ["sdpa", "explicit"])
+@pytest.mark.parametrize("spec", DROPPING.values(), ids=DROPPING)
+def test_torchs_dropout_keeps_what_is_predicted_with_recompute(
+    spec: ModelSpec, attention: str, dtype: torch.dtype
+) -> None:
+    """Also what a run is refused, to keep outputs of the fused attention that drops: on the CPU it draws no masks."""
+    with_recompute(spec, attention, dtype, "torch")
 
 
 def test_many_chunks_of_the_loss_keep_no_more_than_one() -> None:

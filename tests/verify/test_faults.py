@@ -197,6 +197,12 @@ def two_seeds(mesh):
     )
 
 
+def masks_of_local_rows(mesh):
+    """Dropout that asks for a sequence's place in the micro-batch where the global batch is meant."""
+    key = trainer_module.DropoutKey
+    return mock.patch.object(trainer_module, "DropoutKey", lambda seed, step, rows: key(seed, step, rows - rows[0]))
+
+
 FAULTS = {
     scaled_by_dp: ("gradient differs after step 1, on every rank: all", "by exactly 1 / dp = 1/2"),
     unit_never_reduced: ("9 of 21 tensors (model.layers.1.", "traffic: all_reduce over dp, zero.reduce"),
@@ -219,9 +225,9 @@ FAULTS = {
 }
 
 
-def faulty(mesh, fault):
+def faulty(mesh, fault, run=RUN):
     with globals()[fault](mesh):
-        return collect(RUN, mesh, proof_data(RUN), STEPS)
+        return collect(run, mesh, proof_data(run), STEPS)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
@@ -232,6 +238,15 @@ def test_found_and_named(ranks, fault):
     text = "\n".join(report.findings)
     for words in FAULTS[fault]:
         assert words in text, text
+
+
+def test_a_mask_that_knows_the_layout_is_found(ranks):
+    model = ModelSpec(family="gpt2", vocab=37, hidden=16, layers=2, heads=2, max_seq=32, resid_dropout=0.1)
+    run = RUN.model_copy(update={"model": model})
+    report = judge(run, STEPS, ranks.run(2, faulty, "masks_of_local_rows", run), reference(run, proof_data(run), STEPS))
+    assert not report.passed
+    text = "\n".join(report.findings)
+    assert "gradient differs after step 1" in text and "loss, step 1: expected" in text, text
 
 
 def test_a_tensor_that_a_rank_lacks_is_a_difference(ranks):

@@ -225,6 +225,8 @@ def test_ranks_without_a_sequence_on_the_ladder(ranks, zero):
         {"precision": "bf16"},
         {"precision": "bf16", "reduce_dtype": "bf16"},
         {"precision": "bf16", "grad_dtype": "bf16"},
+        {"precision": "bf16", "attention": "explicit"},
+        {"precision": "fp16", "attention": "explicit"},
         {"precision": "fp16"},
         {"precision": "fp16", "grad_dtype": "fp16", "reduce_dtype": "fp32"},
     ],
@@ -251,9 +253,17 @@ def test_hybrid_sharding_reduces_in_its_dtype_across_groups_too(ranks, zero, pre
     assert row.payload == size * sum(n // 2 for n in padded(run, run.layout).values())
 
 
+DROPPING = GPT2.model_copy(update={"embd_dropout": 0.2, "attn_dropout": 0.1, "resid_dropout": 0.3})
+
+
 def test_dropout_does_not_know_the_layout(ranks):
-    model = GPT2.model_copy(update={"embd_dropout": 0.2, "attn_dropout": 0.1, "resid_dropout": 0.3})
-    assert_proven(prove(ranks, make_run(model, dp=3, sequences=7, attention="explicit")))
+    assert_proven(prove(ranks, make_run(DROPPING, dp=3, sequences=7, attention="explicit")))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_dropout_in_two_bytes_is_that_of_the_reference(ranks, precision):
+    report = prove(ranks, make_run(DROPPING, dp=2, sequences=7, attention="explicit", precision=precision))
+    assert report.passed, report.findings
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "explicit"])

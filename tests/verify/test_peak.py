@@ -101,6 +101,17 @@ def test_ways_to_compute(ranks, model, options):
     compared(ranks, run, [Layout(dp=2, zero=stage, zero_join=0) for stage in (0, 1, 3)])
 
 
+DROPPING = [{"attention": "explicit"}, {"attention": "explicit", "dropout": "torch"}, {"dropout": "torch"}]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("options", DROPPING, ids=str)
+def test_dropout(ranks, options, precision):
+    model = GPT2.model_copy(update={"embd_dropout": 0.1, "attn_dropout": 0.1, "resid_dropout": 0.1})
+    run = run_of(model, 2, micro=6, precision=precision, **options)
+    compared(ranks, run, [Layout(dp=2, zero=stage) for stage in (0, 3)])
+
+
 def test_ways_to_shard(ranks):
     layouts = [
         Layout(dp=4, zero=3, zero_gather="step"),
@@ -150,10 +161,15 @@ def test_recompute(ranks, model, stages, options):
         assert full < every < selective < more < most < 1.03 * none
 
 
-def test_recompute_of_dropout(ranks):
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("options", DROPPING, ids=str)
+def test_recompute_of_dropout(ranks, options, precision):
     model = GPT2.model_copy(update={"resid_dropout": 0.1, "attn_dropout": 0.1})
-    run = run_of(model, 1, micro=4, attention="explicit")
-    compared(ranks, run, [Layout(dp=1, **fields) for fields in RECOMPUTED])
+    run = run_of(model, 1, micro=4, precision=precision, **options)
+    refused = {"attention"} if run.attention == "sdpa" else set()
+    asked = [fields for fields in RECOMPUTED if refused.isdisjoint(fields.get("recompute_keep", ()))]
+    asked += [{"recompute": "selective", "recompute_keep": ("linear", "softmax", "activation")}]
+    compared(ranks, run, [Layout(dp=1, **fields) for fields in asked])
 
 
 def test_ranks_without_a_sequence(ranks):

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.spec.errors import UserError
 from meshwright.spec.layout import Layout
+from meshwright.spec.presets import PRESETS
 from meshwright.spec.run import RunSpec
 from meshwright.verify.run import Unfinished, verify
 
@@ -33,6 +35,17 @@ def test_a_proof_passes_and_leaves_nothing(scratch: Path) -> None:
     assert report.worst < 1e-10
     assert {c.what: c.found for c in report.states}["other, bytes"] == 0
     assert left(scratch) == []
+
+
+def test_masks_that_depend_on_the_layout_are_refused() -> None:
+    model = PRESETS["gpt2-tiny"].model_copy(update={"resid_dropout": 0.1, "attn_dropout": 0.2})
+    run = RunSpec(layout=Layout(dp=2), model=model, dropout="torch")
+    with pytest.raises(UserError, match=r"^dropout: .*model\.attn_dropout=0 model\.resid_dropout=0$"):
+        verify(run, worker=WORKER)
+
+
+def test_where_nothing_is_dropped_nobody_asks_who_would() -> None:
+    assert verify(RUN.model_copy(update={"dropout": "torch"}), steps=1).passed
 
 
 def ended(how: str, monkeypatch: pytest.MonkeyPatch) -> Unfinished:

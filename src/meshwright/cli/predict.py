@@ -33,8 +33,8 @@ def command(
     """Tell what a run will hold, move and compute. Starts no processes.
 
     Parameters by unit, memory of a rank by category, traffic of a step by collective and reason, and FLOPs. With -v
-    every block has its line, with -q there are only the totals. With --recompute the ways to compute activations again
-    stand side by side.
+    every block has its line, and so has every tensor kept for backward; with -q there are only the totals. With
+    --recompute the ways to compute activations again stand side by side.
 
     \b
     meshwright predict                                     the demo's defaults
@@ -70,3 +70,11 @@ def command(
         parts = [summary(run, foretold, fits)] if quiet else prediction(run, foretold, fits, every_unit=verbose)
     for part in parts:
         out.print(part)
+    if verbose:
+        from meshwright.cli.saved import kept
+        from meshwright.cli.tables import titled
+        from meshwright.predict.peak import saved
+
+        memory = foretold.memory
+        rows = saved(run, foretold.layout, memory.sequences, cpu=memory.device == "cpu")
+        out.print(titled("Kept for backward of a micro-batch, by tensor", kept(rows)))

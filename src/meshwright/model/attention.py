@@ -6,11 +6,14 @@ give [B, T, H·d]. Neither has parameters: a strategy may put another in its pla
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from meshwright.model.dropout import Dropout, DropoutKey
+from meshwright.model.dropout import Dropout, DropoutKey, TorchDropout
 
 
 def visible(length: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -24,11 +27,15 @@ def visible(length: int, window: int | None, dtype: torch.dtype, device: torch.d
 
 
 class Sdpa(nn.Module):
-    """torch's fused attention. Backward keeps q, k, v, the output and the logarithm of each row's softmax sum."""
+    """torch's fused attention. Backward keeps q, k, v, the output and the logarithm of each row's softmax sum.
 
-    def __init__(self, causal: bool, window: int | None) -> None:
+    With `dropout`, the probability that a weight is dropped, torch draws the masks from its generator. On the CPU it
+    then writes attention out, in float32 at least, and keeps the softmax, its mask and the dropped weights.
+    """
+
+    def __init__(self, causal: bool, window: int | None, dropout: float = 0.0) -> None:
         super().__init__()
-        self.causal, self.window = causal, window
+        self.causal, self.window, self.dropout = causal, window, dropout
 
     def mask(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         """The mask that all blocks share: none where the kernel's own causal one does."""
@@ -42,6 +49,7 @@ class Sdpa(nn.Module):
             k.transpose(1, 2),
             v.transpose(1, 2),
             attn_mask=mask,
+            dropout_p=self.dropout if self.training else 0.0,
             is_causal=self.causal and mask is None,
             enable_gqa=q.size(2) != k.size(2),
         )
@@ -51,11 +59,11 @@ class Sdpa(nn.Module):
 class Explicit(nn.Module):
     """Written out, with dropout of the weights; softmax in float32 at least.
 
-    Backward keeps q and k, v as the matrix products need them, the softmax, its dropout mask and, where dropped or
-    rounded, the weights.
+    Backward keeps q, k and v, each once as the matrix products need them, the softmax in the model's dtype, its
+    dropout mask and, where dropped, the weights: what Korthikanti et al. (2022, arXiv 2205.05198, section 4.1) count.
     """
 
-    def __init__(self, causal: bool, window: int | None, dropout: Dropout) -> None:
+    def __init__(self, causal: bool, window: int | None, dropout: Dropout | TorchDropout) -> None:
         super().__init__()
         self.causal, self.window, self.dropout = causal, window, dropout
 
@@ -67,10 +75,48 @@ class Explicit(nn.Module):
         groups = k.size(2)
         # The H/K query heads of a group become rows of one product, so that k and v are never repeated.
         q = (q * d**-0.5).view(b, t, groups, -1, d).permute(0, 2, 3, 1, 4).reshape(b, groups, -1, d)
-        scores = (q @ k.permute(0, 2, 3, 1)).view(b, h, t, t)
+        # Products of several sequences and heads copy k and v into such rows; copied always, a k that is a part of a
+        # larger storage never keeps all of it.
+        k, v = k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
+        scores = (q @ k.transpose(2, 3)).view(b, h, t, t)
         if mask is not None:
             scores = scores + mask
-        weights = F.softmax(scores, dim=-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
-        weights = self.dropout(weights, dropout).view(b, groups, -1, t)
-        out = (weights @ v.transpose(1, 2)).view(b, h, t, d)
+        weights = self.dropout(softmax(scores), dropout).view(b, groups, -1, t)
+        out = (weights @ v).view(b, h, t, d)
         return out.transpose(1, 2).flatten(2)
+
+
+def softmax(scores: Tensor) -> Tensor:
+    """Over the last dimension, computed in float32 at least. Backward keeps the result in the dtype of `scores`."""
+    narrow = scores.dtype != torch.promote_types(scores.dtype, torch.float32)
+    weights: Tensor = _NarrowSoftmax.apply(scores) if narrow else F.softmax(scores, dim=-1)
+    return weights
+
+
+class _NarrowSoftmax(torch.autograd.Function):
+    """The softmax w of narrow scores, whose gradient w · (g − Σ w·g / Σ w) is computed in float32 from rounded w.
+
+    Σ w is 1 before rounding. Left out, as torch does, it would give scores a gradient where g is the same for all
+    of a row's weights, which changes nothing (softmax ignores what is added to a whole row).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor) -> Tensor:
+        weights = F.softmax(scores, dim=-1)  # torch's kernels widen within and round once, at the end
+        ctx.save_for_backward(weights)
+        return weights
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (weights,) = ctx.saved_tensors
+        n = weights.size(-1)
+        result = torch.empty_like(weights)
+        # Float32 copies of a few rows at a time stay in a CPU's cache; an accelerator wants more of them.
+        rows = max((1 << 15 if weights.device.type == "cpu" else 1 << 24) // n, 1)
+        parts = (tensor.reshape(-1, n).split(rows) for tensor in (weights, grad, result))
+        for w, g, out in zip(*parts, strict=True):
+            w, g = w.float(), g.float()
+            mean = torch.linalg.vecdot(w, g).div_(w.sum(dim=-1))
+            out.copy_(g.sub_(mean[:, None]).mul_(w))
+        return result

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.model.attention import Explicit, Sdpa
-from meshwright.model.dropout import Dropout, DropoutKey
+from meshwright.model.dropout import DropoutKey, dropout
 from meshwright.model.layers import Head
 from meshwright.model.loss import cross_entropy
 from meshwright.spec.model import ModelSpec
@@ -91,8 +91,8 @@ class LanguageModel(nn.Module):
         return self
 
 
-def attention(kind: str, spec: ModelSpec, place: int) -> Sdpa | Explicit:
-    """The attention core of one block; `place` is that of its dropout."""
+def attention(kind: str, spec: ModelSpec, place: int, masks: str = "counter") -> Sdpa | Explicit:
+    """The attention core of one block; `place` is that of its dropout, `masks` where it takes its masks from."""
     if kind == "sdpa":
-        return Sdpa(spec.causal, spec.window)
-    return Explicit(spec.causal, spec.window, Dropout(spec.attn_dropout, place))
+        return Sdpa(spec.causal, spec.window, spec.attn_dropout)
+    return Explicit(spec.causal, spec.window, dropout(masks, spec.attn_dropout, place))

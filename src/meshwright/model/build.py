@@ -21,18 +21,20 @@ def build(
     *,
     attention: Literal["sdpa", "explicit"] = "sdpa",
     loss: Literal["full", "chunked"] = "full",
+    dropout: Literal["counter", "torch"] = "counter",
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> LanguageModel:
     """The model with uninitialised parameters; `meta` holds none at all. See LanguageModel for what it computes.
 
-    Raises UserError for dropout of attention weights with `sdpa`, whose masks would depend on the layout.
+    dropout: where masks come from, see dropout.py. Raises UserError for dropout of attention weights by counter with
+    `sdpa`, which draws its own.
     """
-    assert attention in ("sdpa", "explicit") and loss in ("full", "chunked")
-    if spec.attn_dropout and attention == "sdpa":
+    assert attention in ("sdpa", "explicit") and loss in ("full", "chunked") and dropout in ("counter", "torch")
+    if spec.attn_dropout and attention == "sdpa" and dropout == "counter":
         raise UserError(
             "attention: sdpa cannot drop attention weights the same way in every layout; "
-            "use attention=explicit, or model.attn_dropout=0"
+            "use attention=explicit, dropout=torch, or model.attn_dropout=0"
         )
     family = {"gpt2": GPT2, "llama": Llama}[spec.family]
-    return family(spec, attention, loss, dtype=dtype, device=torch.device(device))
+    return family(spec, attention, loss, dropout, dtype=dtype, device=torch.device(device))

@@ -1,7 +1,7 @@
-"""Dropout whose mask is a function of (seed, step, place in the model, element of the global batch) alone.
+"""Dropout whose mask is a function of (seed, step, place in the model, element of the global batch) alone; and torch's.
 
 The same elements are dropped whatever micro-batches and ranks the batch was dealt to. A mask has one byte an
-element, and is all that backward keeps.
+element, and is all that backward keeps. torch's own masks come from the state of its random generators instead.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import hashlib
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.model.init import GOLDEN, mix64_, signed
@@ -40,7 +41,29 @@ class Dropout(nn.Module):
             return x
         if key is None:
             raise ValueError("dropout: training with dropout needs dropout=DropoutKey(seed, step, rows)")
-        return x.masked_fill(dropped(key, self.place, x.shape, self.p), 0.0) * (1 / (1 - self.p))
+        return torch.where(dropped(key, self.place, x.shape, self.p), 0.0, x).mul_(1 / (1 - self.p))
+
+
+class TorchDropout(nn.Module):
+    """torch's own dropout: which elements it drops depends on what its generator gave before, so on the layout too."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: Tensor, key: DropoutKey | None) -> Tensor:
+        return F.dropout(x, self.p, self.training)
+
+
+def dropout(masks: str, p: float, place: int) -> Dropout | TorchDropout:
+    """One dropout of a model by the run's option: "counter" or "torch"."""
+    return Dropout(p, place) if masks == "counter" else TorchDropout(p)
+
+
+def seed_torch(seed: int, step: int, rank: int, micro: int) -> None:
+    """Set torch's generators, of all devices, to where a data rank's micro-batch begins; so a resumed run goes on with
+    the masks that it would have had."""
+    torch.manual_seed(_hash64(f"torch:{seed}:{step}:{rank}:{micro}"))
 
 
 def dropped(key: DropoutKey, place: int, shape: torch.Size, p: float) -> Tensor:
@@ -54,24 +77,39 @@ def dropped(key: DropoutKey, place: int, shape: torch.Size, p: float) -> Tensor:
     assert rows.shape == shape[:1] and n < 2**31
     runs = torch.Size(middle).numel()
     run_keys = rows[:, None] * runs + torch.arange(runs, device=rows.device)
-    mix64_(run_keys.mul_(signed(GOLDEN)).add_(_key(key.seed, key.step, place)))
-    low, high = run_keys.to(torch.int32), (run_keys >> 32).to(torch.int32)
+    run_keys = mix64_(run_keys.mul_(signed(GOLDEN)).add_(_hash64(f"dropout:{key.seed}:{key.step}:{place}"))).view(-1, 1)
+    # The hash begins with an xorshift of low ^ column, which is that of each, since both are linear over bits.
+    low = _xorshift_(run_keys.to(torch.int32), 16)
+    high = (run_keys >> 32).to(torch.int32)
     columns = torch.arange(n, device=rows.device, dtype=torch.int32).mul_(_signed32(0x9E3779B1))
-    h = low[..., None] ^ columns
-    _xorshift_(h, 16).mul_(_signed32(0x7FEB352D)).bitwise_xor_(high[..., None])
-    _xorshift_(h, 15).mul_(_signed32(0x846CA68B))
-    return (h < round(p * 2**32) - 2**31).view(shape)
+    columns = _xorshift_(columns, 16)
+    mask = torch.empty(len(run_keys), n, dtype=torch.bool, device=rows.device)
+    below = min(round(p * 2**32), 2**32 - 1) - 2**31
+    # Parts of a size that stays in a CPU's cache, in the same two buffers; an accelerator wants larger ones.
+    part = 1 << 17 if rows.device.type == "cpu" else 1 << 24
+    width = max(min(part, n), 1)
+    height = max(min(part // width, len(mask)), 1)
+    hashes, spare = torch.empty(2, height, width, dtype=torch.int32, device=rows.device)
+    for top in range(0, len(mask), height):
+        for left in range(0, n, width):
+            out = mask[top : top + height, left : left + width]
+            h, t = (buffer[: out.size(0), : out.size(1)] for buffer in (hashes, spare))
+            torch.bitwise_xor(low[top : top + height], columns[left : left + width], out=h)
+            h.mul_(_signed32(0x7FEB352D)).bitwise_xor_(high[top : top + height])
+            _xorshift_(h, 15, t).mul_(_signed32(0x846CA68B))
+            torch.lt(h, below, out=out)
+    return mask.view(shape)
 
 
-def _key(seed: int, step: int, place: int) -> int:
-    digest = hashlib.blake2b(f"dropout:{seed}:{step}:{place}".encode(), digest_size=8).digest()
-    return signed(int.from_bytes(digest, "little"))
+def _hash64(words: str) -> int:
+    return signed(int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "little"))
 
 
 def _signed32(word: int) -> int:
     return word - 2**32 if word >= 2**31 else word
 
 
-def _xorshift_(z: Tensor, bits: int) -> Tensor:
+def _xorshift_(z: Tensor, bits: int, spare: Tensor | None = None) -> Tensor:
     # torch shifts arithmetically: mask off the copies of the sign bit.
-    return z.bitwise_xor_((z >> bits).bitwise_and_((1 << (32 - bits)) - 1))
+    shifted = torch.bitwise_right_shift(z, bits, out=spare)
+    return z.bitwise_xor_(shifted.bitwise_and_((1 << (32 - bits)) - 1))

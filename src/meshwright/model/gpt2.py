@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.model.base import LanguageModel, attention
-from meshwright.model.dropout import Dropout, DropoutKey
+from meshwright.model.dropout import DropoutKey, dropout
 from meshwright.model.init import residual_std
 from meshwright.model.layers import Conv1D, Embedding, Head, LayerNorm
 from meshwright.spec.model import ModelSpec
@@ -21,12 +21,12 @@ from meshwright.spec.model import ModelSpec
 class Attention(nn.Module):
     """Causal self-attention: x [B, T, D] -> [B, T, D]. q, k and v share one product, and one storage in backward."""
 
-    def __init__(self, spec: ModelSpec, index: int, kind: str, **where: Any) -> None:
+    def __init__(self, spec: ModelSpec, index: int, kind: str, masks: str, **where: Any) -> None:
         super().__init__()
         self.head_width = spec.head_width
         self.c_attn = Conv1D(spec.hidden, 3 * spec.hidden, **where)
         self.c_proj = Conv1D(spec.hidden, spec.hidden, std=residual_std(spec.layers), **where)
-        self.core = attention(kind, spec, place=3 * index + 1)
+        self.core = attention(kind, spec, place=3 * index + 1, masks=masks)
 
     def forward(self, x: Tensor, mask: Tensor | None, dropout: DropoutKey | None) -> Tensor:
         q, k, v = (part.unflatten(-1, (-1, self.head_width)) for part in self.c_attn(x).chunk(3, dim=-1))
@@ -48,14 +48,14 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, spec: ModelSpec, index: int, kind: str, **where: Any) -> None:
+    def __init__(self, spec: ModelSpec, index: int, kind: str, masks: str, **where: Any) -> None:
         super().__init__()
         self.ln_1 = LayerNorm(spec.hidden, spec.norm_eps, **where)
-        self.attn = Attention(spec, index, kind, **where)
+        self.attn = Attention(spec, index, kind, masks, **where)
         self.ln_2 = LayerNorm(spec.hidden, spec.norm_eps, **where)
         self.mlp = MLP(spec, **where)
-        self.attn_dropout = Dropout(spec.resid_dropout, place=3 * index + 2)
-        self.mlp_dropout = Dropout(spec.resid_dropout, place=3 * index + 3)
+        self.attn_dropout = dropout(masks, spec.resid_dropout, place=3 * index + 2)
+        self.mlp_dropout = dropout(masks, spec.resid_dropout, place=3 * index + 3)
 
     def forward(self, x: Tensor, mask: Tensor | None, dropout: DropoutKey | None) -> Tensor:
         x = x + self.attn_dropout(self.attn(self.ln_1(x), mask, dropout), dropout)
@@ -63,15 +63,15 @@ class Block(nn.Module):
 
 
 class GPT2(LanguageModel):
-    def __init__(self, spec: ModelSpec, kind: str, loss: str, **where: Any) -> None:
+    def __init__(self, spec: ModelSpec, kind: str, loss: str, masks: str, **where: Any) -> None:
         super().__init__(spec, loss)
         self.transformer = nn.Module()
         self.transformer.wte = Embedding(spec.vocab, spec.hidden, **where)
         self.transformer.wpe = Embedding(spec.max_seq, spec.hidden, **where)
-        self.transformer.h = nn.ModuleList(Block(spec, i, kind, **where) for i in range(spec.layers))
+        self.transformer.h = nn.ModuleList(Block(spec, i, kind, masks, **where) for i in range(spec.layers))
         self.transformer.ln_f = LayerNorm(spec.hidden, spec.norm_eps, **where)
         self.lm_head = Head(spec.hidden, spec.vocab, bias=False, **where)
-        self.dropout = Dropout(spec.embd_dropout, place=0)
+        self.dropout = dropout(masks, spec.embd_dropout, place=0)
         self.tie()
 
     @property

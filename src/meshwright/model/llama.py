@@ -72,8 +72,8 @@ class Block(nn.Module):
 
 
 class Llama(LanguageModel):
-    def __init__(self, spec: ModelSpec, kind: str, loss: str, **where: Any) -> None:
-        super().__init__(spec, loss)
+    def __init__(self, spec: ModelSpec, kind: str, loss: str, masks: str, **where: Any) -> None:
+        super().__init__(spec, loss)  # masks: the family has no dropout
         self.model = nn.Module()
         self.model.embed_tokens = Embedding(spec.vocab, spec.hidden, **where)
         self.model.layers = nn.ModuleList(Block(spec, i, kind, **where) for i in range(spec.layers))

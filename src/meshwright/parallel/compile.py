@@ -1,8 +1,9 @@
 """Blocks compiled by torch.compile, each by itself (`compile: block`).
 
 Only a block's own forward is compiled: the hooks of recompute and ZeRO stand around it and run as they are. Blocks
-of one shape share the compiled code. Masks of dropout are left out: their 32-bit arithmetic wraps around, which the
-compiler's C++ does not promise, and a changed mask is a changed run.
+of one shape share the compiled code. Dropout is left out, because a changed mask is a changed run: the counter's
+32-bit arithmetic wraps around, which the compiler's C++ does not promise, and where torch draws (also within its fused
+attention) compiled code would draw other numbers than plain code does.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from meshwright.model.dropout import Dropout
+from meshwright.model.attention import Sdpa
+from meshwright.model.dropout import Dropout, TorchDropout
 from meshwright.spec.errors import UserError
 
 
@@ -30,6 +32,10 @@ def compile_blocks(blocks: Iterable[nn.Module], device: torch.device, backend: s
         )
     for block in blocks:
         for module in block.modules():
-            if isinstance(module, Dropout):
+            if _drops(module):
                 module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
         block.forward = torch.compile(block.forward, backend=backend)  # type: ignore[method-assign]
+
+
+def _drops(module: nn.Module) -> bool:
+    return isinstance(module, Dropout | TorchDropout) or (isinstance(module, Sdpa) and module.dropout > 0)

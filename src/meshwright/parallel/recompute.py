@@ -45,10 +45,11 @@ OPERATORS: dict[str, tuple[str, ...]] = {
         "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_cudnn_attention",
     ),
-    "softmax": ("_softmax",),
+    "softmax": ("_softmax", "_safe_softmax"),
     "activation": ("silu", "gelu"),
 }
-"""torch's operators by the words of `layout.recompute_keep`."""
+"""torch's operators by the words of `layout.recompute_keep`; bmm and _safe_softmax are also what the fused attention
+comes to on the CPU where it drops weights."""
 
 _DIFFERS = (
     "recompute: a block did something else when it was computed again (it depends on state that changes, or on random "

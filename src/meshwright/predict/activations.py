@@ -65,15 +65,17 @@ def storages(
     dtype_bytes: int = 4,
     attention: Literal["sdpa", "explicit"] = "sdpa",
     loss: Literal["full", "chunked"] = "full",
+    dropout: Literal["counter", "torch"] = "counter",
+    device: Literal["cpu", "cuda"] = "cpu",
 ) -> Parts:
     """Those of `batch` sequences of `seq` tokens in training; none for no batch.
 
-    `dtype_bytes` are those of parameters and hidden states (float32: 4, float64: 8); RMSNorm's statistics, softmax
-    and loss are kept in float32 at least.
+    `dtype_bytes` are those of parameters and hidden states (float32: 4, float64: 8); statistics and loss are kept in
+    float32 at least, but for LayerNorm's on the CPU. "cuda" stands for any accelerator.
     """
     if batch == 0:
         return Parts((), ((),) * spec.layers, ())
-    shapes = _Shapes(spec, batch, seq, dtype_bytes, attention)
+    shapes = _Shapes(spec, batch, seq, dtype_bytes, attention, dropout, device)
     gpt2 = spec.family == "gpt2"
     block = shapes.gpt2_block if gpt2 else shapes.llama_block
     return Parts(
@@ -91,13 +93,24 @@ def saved(
     dtype_bytes: int = 4,
     attention: Literal["sdpa", "explicit"] = "sdpa",
     loss: Literal["full", "chunked"] = "full",
+    dropout: Literal["counter", "torch"] = "counter",
+    device: Literal["cpu", "cuda"] = "cpu",
     layout: Layout | None = None,
 ) -> list[Saved]:
     """Storages kept between forward and backward, with the recompute of `layout`, if any; see `storages` for the rest.
 
     What a region keeps stands under its last block, where forward puts it by.
     """
-    parts = storages(spec, batch=batch, seq=seq, dtype_bytes=dtype_bytes, attention=attention, loss=loss)
+    parts = storages(
+        spec,
+        batch=batch,
+        seq=seq,
+        dtype_bytes=dtype_bytes,
+        attention=attention,
+        loss=loss,
+        dropout=dropout,
+        device=device,
+    )
     regions = (row for region in kept(parts, layout or Layout()) for row in region)
     return [Saved(row.where, row.what, row.bytes) for row in (*parts.before, *regions, *parts.after)]
 
@@ -145,8 +158,11 @@ def _listed(rows: Iterator[Row]) -> tuple[Storage, ...]:
 class _Shapes:
     """Sizes in bytes that the rows share, and the rows of each part of the model."""
 
-    def __init__(self, spec: ModelSpec, batch: int, seq: int, size: int, attention: str) -> None:
+    def __init__(
+        self, spec: ModelSpec, batch: int, seq: int, size: int, attention: str, dropout: str, device: str
+    ) -> None:
         self.spec, self.batch, self.seq, self.size, self.attention = spec, batch, seq, size, attention
+        self.dropout, self.cpu = dropout, device == "cpu"
         self.tokens = batch * seq
         self.wide = max(size, 4)
         self.hidden = self.tokens * spec.hidden * size
@@ -218,16 +234,21 @@ class _Shapes:
 
     def _layer_norm(self, where: str) -> Iterator[Row]:
         yield where, "residual stream", self.hidden
-        for what in ("mean", "inverse standard deviation"):  # in the dtype of x, which accelerators widen to float32
-            yield where, what, self.tokens * self.size
+        # torch's kernel for the CPU keeps them in the dtype of x.
+        for what in ("mean", "inverse standard deviation"):
+            yield where, what, self.tokens * (self.size if self.cpu else self.wide)
 
     def _dropout(self, where: str, p: float, elements: int) -> Iterator[Row]:
-        if p:
+        if p and self.dropout == "torch" and self.cpu:
+            yield where, "dropout factors, 0 or 1 / (1 − p)", elements * self.size
+        elif p:
             yield where, "dropout mask, a byte an element", elements
 
     # -- both ----------------------------------------------------------------------------------------------------
 
     def _core(self, at: str, layer: int, output: str) -> Iterator[Row]:
+        if self.attention == "sdpa" and self.spec.attn_dropout and self.cpu:
+            return self._unfused(f"{at}.core", output)
         if self.attention == "sdpa":
             return self._fused(f"{at}.core", layer)
         return self._written_out(f"{at}.core", layer, output)
@@ -244,6 +265,28 @@ class _Shapes:
         if layer == 0 and self.spec.window is not None and self.spec.window < self.seq:
             yield Storage(core, "window mask, shared by all layers", self.seq * self.seq * self.size, shared=True)
 
+    def _unfused(self, core: str, output: str) -> Iterator[Row]:
+        """What torch makes of its fused attention on the CPU where it is to drop weights; GPT-2 only."""
+        spec, narrow = self.spec, self.size < self.wide
+        wide = self.q // self.size * self.wide
+        square = self.batch * spec.heads * self.seq * self.seq * self.wide
+        # v is copied where it is widened, and where its sequences and heads cannot be one dimension as they lie.
+        copied = narrow or (self.batch > 1 and spec.heads > 1)
+        if copied:
+            yield Storage(core, "q, k and v in one", 3 * self.q, "linear", saved=False)
+        yield core, "q, scaled", wide
+        yield core, "k, scaled", wide
+        yield (core, "v", wide) if copied else Storage(core, "v within q, k, v in one", 3 * self.q, "linear")
+        yield Storage(core, "scores", square, "attention", saved=False)
+        yield Storage(core, "softmax", square, "softmax")
+        yield core, "dropout factors, 0 or 1 / (1 − p)", square
+        yield core, "dropped weights", square
+        if narrow or (spec.heads > 1 and self.seq > 1):
+            yield Storage(core, "output by head", wide, "attention", saved=False)
+            yield output, "output of attention", self.q
+        else:
+            yield Storage(output, "output of attention", self.q, "attention")
+
     def _written_out(self, core: str, layer: int, output: str) -> Iterator[Row]:
         spec = self.spec
         square = self.batch * spec.heads * self.seq * self.seq
@@ -251,30 +294,26 @@ class _Shapes:
             mask = self.seq * self.seq * self.size
             yield Storage(core, "mask, shared by all layers", mask, saved=False, shared=True)
         yield core, "q", self.q
-        # A batched product wants batch and heads as one dimension: k and v are copied where strides forbid it.
-        copied = self.batch > 1 and spec.num_kv_heads > 1
         if spec.family == "gpt2":
             all_of_it = self.q + 2 * self.kv
-            if copied:
+            if self.tokens == 1:  # a single row is not copied
+                yield Storage(core, "k and v within q, k, v in one", all_of_it, "linear")
+            else:
                 yield Storage(core, "q, k and v in one", all_of_it, "linear", saved=False)
                 yield core, "k", self.kv
                 yield core, "v", self.kv
-            else:
-                yield Storage(core, "k and v within q, k, v in one", all_of_it, "linear")
         else:
             yield core, "k", self.kv
-            if copied and self.seq > 1:
+            if spec.num_kv_heads > 1 and self.seq > 1:
                 yield Storage(core, "v before its copy", self.kv, "linear", saved=False)
                 yield core, "v", self.kv
             else:
                 yield Storage(core, "v", self.kv, "linear")
         yield Storage(core, "scores", square * self.size, "attention", saved=False)
-        yield Storage(core, "softmax", square * self.wide, "softmax")
+        yield Storage(core, "softmax", square * self.size, "softmax")
         if spec.attn_dropout:
             yield from self._dropout(f"{core}.dropout", spec.attn_dropout, square)
             yield core, "dropped weights", square * self.size
-        elif self.size < self.wide:
-            yield core, "rounded weights", square * self.size
         if spec.heads > 1 and self.seq > 1:
             yield Storage(core, "output by head", self.q, "attention", saved=False)
             yield output, "output of attention", self.q

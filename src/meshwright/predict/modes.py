@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
 from meshwright.predict.activations import total
 from meshwright.predict.memory import Device, memory
 from meshwright.predict.peak import saved
@@ -64,11 +66,12 @@ class Mode:
 
 
 def modes(run: RunSpec, layout: Layout, device: Device | None = None, capacity: int | None = None) -> list[Mode]:
-    """Those of COMPARED, and the run's own where it is none of them, for a resolved `layout`.
+    """Those of COMPARED that the run may have, and its own where it is none of them, for a resolved `layout`.
 
     capacity: bytes of a device. device: as for `memory`.
     """
     ways = [Layout.model_validate(_without(layout) | fields) for fields in COMPARED]
+    ways = [way for way in ways if _allowed(run, way)]
     ways += [layout] if layout not in ways else []
     return [_mode(run, way, device, capacity, this_run=way == layout) for way in ways]
 
@@ -108,13 +111,21 @@ def _mode(run: RunSpec, layout: Layout, device: Device | None, capacity: int | N
     return Mode(
         layout=layout,
         every=layout.region(run.model.layers),
-        kept=total(saved(run, layout, held.sequences)),
+        kept=total(saved(run, layout, held.sequences, cpu=held.device == "cpu")),
         peak=held.total,
         states=held.states,
-        recompute_share=executed(run, layout).recompute_share,
+        recompute_share=executed(run, layout, device).recompute_share,
         this_run=this_run,
         fit=None if capacity is None else fit(run, layout, capacity, device),
     )
+
+
+def _allowed(run: RunSpec, layout: Layout) -> bool:
+    try:
+        RunSpec.model_validate(run.model_dump() | {"layout": layout})
+    except ValidationError:
+        return False
+    return True
 
 
 def _without(layout: Layout) -> dict[str, Any]:

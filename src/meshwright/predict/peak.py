@@ -57,19 +57,27 @@ class Moment:
         return sum(self.lines.values())
 
 
-def saved(run: RunSpec, layout: Layout, sequences: int) -> list[activations.Saved]:
-    """What autograd keeps of a micro-batch of `sequences` sequences of this run, laid out so."""
-    return activations.saved(run.model, layout=layout, **_sizes(run, sequences))
+def saved(run: RunSpec, layout: Layout, sequences: int, *, cpu: bool = True) -> list[activations.Saved]:
+    """What autograd keeps of a micro-batch of `sequences` sequences of this run, laid out so, on the CPU or an
+    accelerator."""
+    return activations.saved(run.model, layout=layout, **_sizes(run, sequences, cpu))
 
 
-def _sizes(run: RunSpec, sequences: int) -> dict[str, Any]:
+def _sizes(run: RunSpec, sequences: int, cpu: bool) -> dict[str, Any]:
     return {
         "batch": sequences,
         "seq": run.data.seq_len,
         "dtype_bytes": DTYPE_BYTES[run.precision],
         "attention": run.attention,
         "loss": run.loss,
+        "dropout": run.dropout,
+        "device": "cpu" if cpu else "cuda",
     }
+
+
+def written_out(run: RunSpec, *, cpu: bool) -> bool:
+    """Whether attention scores are computed whole: as asked, or because torch's fused kernel for the CPU drops none."""
+    return run.attention == "explicit" or (cpu and run.model.attn_dropout > 0)
 
 
 def loss_workspace(
@@ -105,7 +113,7 @@ def moments(run: RunSpec, layout: Layout, sequences: int, *, cpu: bool) -> Itera
             yield step.head()
         yield step.final_norm()
         for index in reversed(range(run.model.layers)):
-            if layout.recompute == "selective" and run.attention == "explicit":
+            if layout.recompute == "selective" and step.written_out:
                 yield from step.recompute(index)
             yield from step.mlp(index)
             yield step.attention(index)
@@ -129,13 +137,15 @@ class _Step:
         self.block = {tensor.block: place for place, unit in held for tensor in unit.tensors}
         self.kept = reductions.kept(run, layout) if cpu else None
         self.wholes = reductions.wholes(run, layout)
-        self.alive = Alive(activations.storages(run.model, **_sizes(run, sequences)), layout)
+        self.alive = Alive(activations.storages(run.model, **_sizes(run, sequences, cpu)), layout)
         self.region = 1 if layout.recompute == "none" else layout.region(self.spec.layers)
         self.hidden = self.tokens * self.spec.hidden * self.size
         self.ffn = self.tokens * self.spec.ffn_width * self.size
         heads = self.spec.heads + 2 * self.spec.num_kv_heads
         self.heads = self.tokens * heads * self.spec.head_width * self.size  # q, k and v
-        self.scores = sequences * self.spec.heads * run.data.seq_len**2 * self.wide
+        self.written_out = written_out(run, cpu=cpu)
+        self.scores = sequences * self.spec.heads * run.data.seq_len**2
+        self.scores *= self.size if run.attention == "explicit" else self.wide
         self.table = self.spec.vocab * self.spec.hidden * self.size
         self.llama = self.spec.family == "llama"
 
@@ -161,13 +171,13 @@ class _Step:
         return self._moment("final norm", self.last, lines, tied=True)
 
     def recompute(self, index: int) -> Iterator[Moment]:
-        square = self.scores // self.wide
-        masked = square * self.size if self.spec.causal else 0
-        # The softmax is kept, or is made anew of a float32 copy where the scores are narrower.
-        again = 0 if "softmax" in self.layout.recompute_keep else self.scores * (1 + (self.size < self.wide))
+        masked = self.scores if self.spec.causal else 0
+        again = 0 if "softmax" in self.layout.recompute_keep else self.scores
         places = {"scores": masked, "softmax": masked + again}
-        if self.spec.attn_dropout:  # a mask is hashed in 32 bits, and the weights are filled, then scaled
-            places["dropped weights"] = 2 * square * max(self.size, 4)
+        if self.spec.attn_dropout:
+            # Written out here, the masked scores stay to the end; by torch, narrow weights are rounded once for nobody.
+            beside = masked if self.run.attention == "explicit" else self.scores * (self.size < self.wide) // 2
+            places["dropped weights"] = self.scores + beside
         for before, temporaries in places.items():
             lines = {
                 "activations": self.alive.recomputing(index, before),
@@ -192,7 +202,7 @@ class _Step:
     def attention(self, index: int) -> Moment:
         end = self.alive.before(f"{self._block(index)}.{'post_attention_layernorm' if self.llama else 'ln_2'}")
         temporaries = 2 * self.hidden + self.heads
-        if self.run.attention == "explicit":
+        if self.written_out:
             temporaries += 2 * self.scores
         lines = {"activations": end, "temporaries": temporaries}
         return self._moment(f"attention of block {index}", self.block[index], lines, tied=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from meshwright.predict.flops import Flops, counted, model_flops
 from meshwright.predict.memory import Device, Memory, memory
 from meshwright.predict.params import count, embedding_count, unit_counts
+from meshwright.predict.peak import written_out
 from meshwright.predict.traffic import total_wire, traffic
 from meshwright.spec.batch import micro_steps
 from meshwright.spec.layout import Layout
@@ -87,14 +88,17 @@ def predict(run: RunSpec, ranks: int | None = None, device: Device | None = None
         idle_ranks=tuple(range(min(sequences, data_ranks), data_ranks)),  # those behind have the smaller parts
         traffic=rows,
         wire_per_step=total_wire(rows),
-        flops=StepFlops(per_token, per_token * tokens, executed(run, layout)),
+        flops=StepFlops(per_token, per_token * tokens, executed(run, layout, device)),
     )
 
 
-def executed(run: RunSpec, layout: Layout) -> Flops:
-    """FLOPs that all devices compute in a step."""
+def executed(run: RunSpec, layout: Layout, device: Device | None = None) -> Flops:
+    """FLOPs that all devices compute in a step; `device` as for `memory`."""
     sequences, seq = run.batch.sequences, run.data.seq_len
-    return counted(run.model, batch=sequences, seq=seq, attention=run.attention, loss=run.loss, layout=layout)
+    attention: Literal["sdpa", "explicit"] = "sdpa"
+    if written_out(run, cpu=(device or run.device) == "cpu"):
+        attention = "explicit"
+    return counted(run.model, batch=sequences, seq=seq, attention=attention, loss=run.loss, layout=layout)
 
 
 def _kinds(sequences: int, ranks: int) -> list[int]:

@@ -140,6 +140,11 @@ class ModelSpec(BaseModel):
         return self.ffn or 4 * self.hidden
 
     @property
+    def drops(self) -> bool:
+        """Whether training drops anything."""
+        return max(self.embd_dropout, self.attn_dropout, self.resid_dropout) > 0
+
+    @property
     def is_tied(self) -> bool:
         return self.family == "gpt2" if self.tied is None else self.tied
 

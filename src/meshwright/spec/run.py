@@ -127,6 +127,10 @@ class RunSpec(Part):
         "full", description="all logits at once, or never more than a chunk of them"
     )
     compile: Literal["none", "block"] = Field("none", description="block: torch.compile each transformer block")
+    dropout: Literal["counter", "torch"] = Field(
+        "counter",
+        description="masks that are a function of seed, step and element, alike in every layout; or torch's own",
+    )
     optimizer: Optimizer = Field(Optimizer(), description="AdamW")
     lr_schedule: LrSchedule = Field(LrSchedule(), description="learning rate by step")
     steps: Count = Field(100, description="optimizer steps")
@@ -172,10 +176,7 @@ class RunSpec(Part):
                 f"use data.seq_len={self.model.max_seq} or less, or model.max_seq={self.data.seq_len}"
             )
         if self.model.attn_dropout and self.attention == "sdpa":
-            raise ValueError(
-                f"model.attn_dropout={self.model.attn_dropout} cannot be had with attention=sdpa, whose masks would "
-                "depend on the layout; write model.attn_dropout=0 to train without it, or attention=explicit to keep it"
-            )
+            self._fused_dropout()
         # A run may well end within its warm-up (a trial of a long run does), but not before its decay begins.
         warmup, decay = self.lr_schedule.warmup, self.lr_schedule.decay_steps or 0
         if decay and warmup + decay > self.steps:
@@ -184,3 +185,18 @@ class RunSpec(Part):
                 f"steps={warmup + decay} or more, or shorten lr_schedule.warmup or lr_schedule.decay_steps"
             )
         return self
+
+    def _fused_dropout(self) -> None:
+        if self.dropout == "counter":
+            raise ValueError(
+                f"model.attn_dropout={self.model.attn_dropout} cannot be had with attention=sdpa and dropout=counter: "
+                "the fused attention draws masks of its own; write attention=explicit to keep the masks alike in every "
+                "layout, dropout=torch to let torch draw them (then no proof can compare them), or "
+                "model.attn_dropout=0 to train without it"
+            )
+        if self.layout.recompute == "selective" and "attention" in self.layout.recompute_keep:
+            raise ValueError(
+                "layout.recompute_keep with attention does not go with attention=sdpa, dropout=torch and "
+                f"model.attn_dropout={self.model.attn_dropout}: what is kept draws no masks again, so those behind it "
+                "would differ; leave attention out of it, or use attention=explicit"
+            )

@@ -15,7 +15,7 @@ from torch import Tensor
 from meshwright.comm.mesh import Mesh
 from meshwright.model.base import LanguageModel
 from meshwright.model.build import DTYPES, build
-from meshwright.model.dropout import DropoutKey
+from meshwright.model.dropout import DropoutKey, seed_torch
 from meshwright.model.init import fill_, initial
 from meshwright.model.loss import IGNORE
 from meshwright.parallel import zero
@@ -74,12 +74,17 @@ class Trainer:
         self.run = run
         self.mesh = mesh
         self.model = build(
-            run.model, attention=run.attention, loss=run.loss, dtype=DTYPES[run.precision], device="meta"
+            run.model,
+            attention=run.attention,
+            loss=run.loss,
+            dropout=run.dropout,
+            dtype=DTYPES[run.precision],
+            device="meta",
         )
         initials = initial(self.model)
         if run.compile == "block":
             compile_blocks(self.model.blocks, mesh.device)
-        self.recompute = _recompute(run.layout, self.model)
+        self.recompute = _recompute(run, self.model)
         self.sharded = zero.shard(self.model, mesh, run.layout.zero, options=_options(run), recompute=self.recompute)
         self.model.rebuild_buffers(mesh.device)
         self.offload = _offload(run.layout, mesh.device)
@@ -108,6 +113,8 @@ class Trainer:
             self.sharded.micro(index, last=last)
             self.mesh.blackbox.tick()  # where nothing is sent between micro-batches, this alone shows that all is well
             loss = None
+            if _torch_drops(self.run):
+                seed_torch(self.run.seed, step, group.rank, index)
             if places:
                 tokens, targets = (t.to(self.mesh.device) for t in data.batch(ids[places.start : places.stop]))
                 rows = torch.arange(places.start, places.stop, device=self.mesh.device)
@@ -200,11 +207,17 @@ class Trainer:
         return math.sqrt(float(squares) / replicas)
 
 
-def _recompute(layout: Layout, model: LanguageModel) -> Recompute | None:
+def _torch_drops(run: RunSpec) -> bool:
+    """Whether training draws from torch's generators."""
+    return run.dropout == "torch" and run.model.drops
+
+
+def _recompute(run: RunSpec, model: LanguageModel) -> Recompute | None:
+    layout = run.layout
     if layout.recompute == "none":
         return None
     keep = layout.recompute_keep if layout.recompute == "selective" else ()
-    return Recompute(model.blocks, every=layout.region(len(model.blocks)), keep=keep)
+    return Recompute(model.blocks, every=layout.region(len(model.blocks)), keep=keep, rng=_torch_drops(run))
 
 
 def _offload(layout: Layout, device: torch.device) -> Offload | None:

@@ -20,6 +20,7 @@ from meshwright.verify.report import Report
 from meshwright.verify.small import small_run
 from meshwright.verify.unequal import proof_data
 
+RATES = ("embd_dropout", "attn_dropout", "resid_dropout")
 WORKER = "meshwright.verify.worker"
 
 
@@ -51,6 +52,12 @@ def verify(
     """
     if run.device == "cuda":
         raise UserError("device: verify compares on the CPU for now; use device=cpu")
+    if run.dropout == "torch" and run.model.drops:
+        raise UserError(
+            "dropout: the masks of dropout=torch depend on the layout, so nothing can be compared with one device; "
+            "prove the run with dropout=counter (with attention=explicit where model.attn_dropout is above 0), or "
+            "without dropout: " + " ".join(f"model.{name}=0" for name in RATES if getattr(run.model, name))
+        )
     # The dtypes of gradients and of their reduction belong to the run's own precision.
     own = {} if precision == run.precision else {"grad_dtype": "auto", "reduce_dtype": "auto"}
     run = RunSpec.model_validate(run.model_dump() | own | {"precision": precision, "device": "cpu"})
