@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.spec.errors import UserError
 from meshwright.spec.layout import Layout
 from meshwright.spec.run import RunSpec
 from meshwright.verify.run import Unfinished, verify
@@ -33,6 +34,26 @@ def test_a_proof_passes_and_leaves_nothing(scratch: Path) -> None:
     assert report.worst < 1e-10
     assert {c.what: c.found for c in report.states}["other, bytes"] == 0
     assert left(scratch) == []
+
+
+def test_dtypes_are_kept_where_they_go_with_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what does not go with it otherwise is refused in words."""
+    run = RunSpec(layout=Layout(dp=2), precision="fp16", grad_dtype="fp16", reduce_dtype="bf16")
+    kept = {"fp16": ("fp16", "bf16"), "bf16": ("auto", "bf16"), "fp32": ("auto", "bf16"), "float64": ("auto", "auto")}
+
+    class Started(Exception):
+        pass
+
+    def start(run: RunSpec, *_: object, **__: object) -> None:
+        raise Started(run.grad_dtype, run.reduce_dtype)
+
+    monkeypatch.setattr("meshwright.verify.run.run_ranks", start)
+    for precision, dtypes in kept.items():
+        with pytest.raises(Started) as caught:
+            verify(run, precision=precision)
+        assert caught.value.args == dtypes
+    with pytest.raises(UserError, match="loss=chunked does not go with precision=fp16"):
+        verify(RunSpec(layout=Layout(dp=2), loss="chunked"), precision="fp16")
 
 
 def ended(how: str, monkeypatch: pytest.MonkeyPatch) -> Unfinished:
