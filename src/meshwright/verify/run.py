@@ -48,8 +48,9 @@ def verify(
     """Prove `run`'s layout over `steps` optimizer steps in `precision`.
 
     The model and batch are small ones of the same family and options, or with `as_is` the run's own; the tokens are
-    random either way. Of `grad_dtype` and `reduce_dtype` what goes with `precision` holds, the other is auto. The layout must be resolved. `worker` is the module (or script) that the ranks run. Raises
-    UserError for what cannot be proven, Unfinished where the ranks fail or are stopped.
+    random either way. Of `grad_dtype` and `reduce_dtype` what goes with `precision` holds, the other is auto. The
+    layout must be resolved. `worker` is the module (or script) that the ranks run. Raises UserError for what cannot be
+    proven, Unfinished where the ranks fail or are stopped.
     """
     if run.device == "cuda":
         raise UserError("device: verify compares on the CPU for now; use device=cpu")
