@@ -63,6 +63,7 @@ def test_equal_is_0(proof: dict[str, Any], capsys: pytest.CaptureFixture[str]) -
     assert out.splitlines()[-1].endswith("traffic and memory as predicted, activations within 10%")
     assert "w9" in out and "w10" not in out and "5 better ones not shown; -v" in out
     assert "DIFFERS" not in out
+    assert "difference: ‖a − b‖ / ‖b‖" in out
     assert (proof["run"].layout.dp, proof["steps"], proof["precision"], proof["as_is"]) == (2, 3, "float64", False)
 
 

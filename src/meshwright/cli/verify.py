@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from meshwright.verify.report import Check, Report
 
 SHOWN = 10
+MEASURES = (
+    "difference: ‖a − b‖ / ‖b‖, a the ranks' and b the reference's tensor; ratio: ‖a‖ / ‖b‖, 2 where all is doubled; "
+    "cosine: of the angle between them, 1 where only the scale differs"
+)
 
 
 @click.command("verify")
@@ -129,11 +133,14 @@ def verdict(report: Report) -> str:
 
 def tables(report: Report, most: int | None) -> Iterable[RenderableType]:
     """The comparison: the `most` worst tensors (None: all), then the figures."""
+    from rich.text import Text
+
     from meshwright.cli.tables import titled
 
     shown = report.tensors[:most]
     hidden = len(report.tensors) - len(shown)
     yield titled(f"Tensors, worst first{f' ({hidden} better ones not shown; -v)' * bool(hidden)}", _tensors(shown))
+    yield Text(MEASURES, style="dim")
     for title, checks, exact in (
         ("Scalars", report.scalars, False),
         ("Traffic of a step", report.traffic, True),

@@ -28,6 +28,7 @@ from meshwright.spec.words import (
     expected,
     join,
     meant,
+    meant_value,
     not_yet,
     paths,
     section_of,
@@ -291,7 +292,10 @@ def _explain(root: Node, error: Any) -> str:
     told = _told(node, name)
     if node.plain() in LATER_VALUES.get(name, ()):
         return f"{told}: {not_yet(name.rpartition('.')[2], node.plain(), f'use {_takes(name)}')}"
-    return f"{told}: {wrong} is not {_takes(name)}" if node.value is not None else f"{told}: empty; give {_takes(name)}"
+    if node.value is None:
+        return f"{told}: empty; give {_takes(name)}"
+    right = meant_value(dict(paths(RunSpec))[name], node.plain())
+    return f"{told}: {wrong} is not {_takes(name)}{f'; did you mean {right}?' if right else ''}"
 
 
 def _takes(name: str) -> str:
