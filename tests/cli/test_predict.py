@@ -148,6 +148,50 @@ def test_layers_that_differ_stand_apart(capsys: pytest.CaptureFixture[str]) -> N
     assert "layer 0 " in out and "layers 1 to 3, each" in out
 
 
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ("layout.zero=1 layout.dp=4 layout.zero_shard=2", "dp=4, zero=1, zero_shard=2: 4 ranks, fp32 "),
+        ("layout.zero=3 layout.zero_gather=step", "dp=2, zero=3, zero_gather=step: 2 ranks"),
+        ("layout.zero=3 layout.zero_ahead=0", "dp=2, zero=3, zero_ahead=0: 2 ranks"),
+        ("layout.zero=3 layout.zero_join=0", "dp=2, zero=3: 2 ranks"),  # where nothing is joined anyway
+        ("layout.zero_join=0", "dp=2, zero_join=0: 2 ranks"),
+        ("layout.offload=activations device=cuda", "dp=2, offload=activations: 2 ranks"),
+        ("precision=bf16 grad_dtype=bf16", "dp=2: 2 ranks, bf16, grad_dtype=bf16 "),
+        ("reduce_dtype=bf16", "dp=2: 2 ranks, fp32, reduce_dtype=bf16 "),
+    ],
+)
+def test_what_was_asked_for_is_in_the_layouts_words(
+    capsys: pytest.CaptureFixture[str], fields: str, words: str
+) -> None:
+    assert f"layout   {words}" in printed(capsys, "-q", *fields.split())
+
+
+@pytest.mark.parametrize(
+    ("fields", "note"),
+    [
+        ("", None),
+        (
+            "model=llama2-7b",
+            "data.seq_len=256 is the default, for the demo; this model takes sequences of up to 4,096",
+        ),
+        ("model=llama2-7b data.path=book.txt", "data.seq_len=256 is the default"),
+        ("model=llama2-7b data.seq_len=256", None),
+        ("model=llama2-7b data={seq_len: 256}", None),
+        ("model=gpt2 model.max_seq=512", None),
+        ("layout.zero=3", None),
+        ("layout.zero=3 layout.dp=1", "layout.zero=3 shards nothing: there is 1 data rank"),
+        ("layout.zero=2 layout.zero_shard=1", "layout.zero=2 shards nothing: zero_shard=1 leaves each data rank by"),
+    ],
+)
+def test_notes_say_what_was_perhaps_not_meant(
+    capsys: pytest.CaptureFixture[str], fields: str, note: str | None
+) -> None:
+    out = printed(capsys, "-q", *re.split(r" (?=\w+[.=])", fields) if fields else [])
+    assert ("note " in out) == (note is not None)
+    assert note is None or note in out
+
+
 def test_one_rank_sends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert "traffic  none" in printed(capsys, "--ranks", "1")
 

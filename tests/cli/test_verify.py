@@ -63,6 +63,7 @@ def test_equal_is_0(proof: dict[str, Any], capsys: pytest.CaptureFixture[str]) -
     assert out.splitlines()[-1].endswith("traffic and memory as predicted, activations within 10%")
     assert "w9" in out and "w10" not in out and "5 better ones not shown; -v" in out
     assert "DIFFERS" not in out
+    assert "difference: ‖a − b‖ / ‖b‖" in out
     assert (proof["run"].layout.dp, proof["steps"], proof["precision"], proof["as_is"]) == (2, 3, "float64", False)
 
 
@@ -144,6 +145,65 @@ def test_the_fields_of_json(proof: dict[str, Any], capsys: pytest.CaptureFixture
     ]  # fmt: skip
     assert told["run"]["model"]["family"] == "llama" and told["findings"] == ["why"]
     assert told["worst"] == "inf"
+
+
+@pytest.mark.parametrize(
+    ("words", "dtypes", "said"),
+    [
+        ("--precision bf16 reduce_dtype=bf16", ("bf16", "auto", "bf16"), "in bf16 with reduce_dtype=bf16, on random"),
+        (
+            "--precision bf16 reduce_dtype=bf16 grad_dtype=bf16",  # which does not go with the default precision
+            ("bf16", "bf16", "bf16"),
+            "in bf16 with grad_dtype=bf16 and reduce_dtype=bf16, on random tokens\n",
+        ),
+        ("--precision fp32 reduce_dtype=bf16", ("fp32", "auto", "bf16"), "in fp32 with reduce_dtype=bf16, on random"),
+        (
+            "precision=fp16 grad_dtype=fp16",
+            ("float64", "auto", "auto"),
+            "in float64, on random tokens; the run's own precision=fp16 with grad_dtype=fp16 is not compared, "
+            "--precision fp16 does\n",
+        ),
+        (
+            "reduce_dtype=bf16",
+            ("float64", "auto", "auto"),
+            "; the run's own precision=fp32 with reduce_dtype=bf16 is not compared, --precision fp32 does\n",
+        ),
+        (
+            "precision=fp16 grad_dtype=fp16 reduce_dtype=bf16 --precision bf16",
+            ("bf16", "auto", "bf16"),
+            "in bf16 with reduce_dtype=bf16, on random tokens; the run's own precision=fp16 with grad_dtype=fp16 and "
+            "reduce_dtype=bf16 is not compared",
+        ),
+        ("precision=bf16", ("float64", "auto", "auto"), "; the run's own precision=bf16 is not compared"),
+        ("precision=bf16 --precision bf16", ("bf16", "auto", "auto"), "in bf16, on random tokens\n"),
+        ("layout.dp=1", ("float64", "auto", "auto"), "on 1 rank with one device, in float64, on random tokens\n"),
+    ],
+)
+def test_what_is_compared_of_the_runs_dtypes(
+    proof: dict[str, Any], capsys: pytest.CaptureFixture[str], words: str, dtypes: tuple[str, ...], said: str
+) -> None:
+    assert run(["verify", *words.split()]) == 0
+    compared = proof["run"]
+    assert (proof["precision"], compared.grad_dtype, compared.reduce_dtype) == dtypes
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            "--precision fp16 loss=chunked",
+            "loss=chunked --precision fp16: loss=chunked does not go with precision=fp16",
+        ),
+        ("--precision fp32 grad_dtype=bf16", "grad_dtype=bf16 does not go with precision=fp32"),
+        ("grad_dtype=bf16", "grad_dtype=bf16 does not go with precision=fp32"),
+    ],
+)
+def test_a_precision_that_does_not_go_with_the_run(
+    proof: dict[str, Any], capsys: pytest.CaptureFixture[str], words: str, said: str
+) -> None:
+    assert run(["verify", *words.split()]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_under_torchrun_it_is_refused(

@@ -297,6 +297,112 @@ def test_a_weight_used_outside_its_module_is_refused(ranks, stage, words):
         assert words in said
 
 
+class OneOfThree(nn.Module):
+    """Its parent's forward uses `b` itself, or not at all; the others are called."""
+
+    def __init__(self, uses_b: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+        self.uses_b = uses_b
+
+    def forward(self, x):
+        x = self.a(x)
+        return {"loss": self.c(F.linear(x, self.b.weight, self.b.bias) if self.uses_b else x).sum()}
+
+
+def one_of_three(mesh, stage, uses_b):
+    """What two steps with an update between them end in, and whether forward left a gather under way."""
+    units = {name: [f"{name}.weight", f"{name}.bias"] for name in "abc"}
+    sharded = shard(OneOfThree(uses_b), mesh, stage, units)
+    late = []
+    for _ in range(2):
+        sharded.begin()
+        sharded.micro(last=True)
+        try:
+            loss = sharded.module(torch.ones(1, 4))["loss"]
+        except UserError as error:
+            return str(error), late
+        late.append(any(unit.gather is not None for unit in sharded.units))
+        loss.backward()
+        for unit in list(sharded.finish()):
+            sharded.publish(unit)
+    sharded.settle()
+    return "", late
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_weight_used_by_the_parents_forward_is_refused_when_that_ends(ranks, stage):
+    """Before backward, where torch might speak first of in-place operations; a unit that nobody uses is fine."""
+    for said, _ in ranks.run(2, one_of_three, stage, True):
+        assert "b.weight was used outside the forward of the module that owns it, before its update was there" in said
+    assert ranks.run(2, one_of_three, stage, False) == [("", [False, False])] * 2
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_finish_that_nobody_iterates_over_is_refused(stage):
+    sharded = single(Chain(), stage)
+    step(sharded, [torch.ones(1, 4)])
+    sharded.begin()
+    sharded.micro(last=True)
+    sharded.module(torch.ones(1, 4)).backward()
+    sharded.end_micro()
+    sharded.finish()
+    with pytest.raises(UserError, match=r"publish of blocks\.0 before finish\(\) gave it; exhaust it before publish"):
+        sharded.publish(sharded.units[0])
+    with pytest.raises(UserError, match=r"for unit in sharded\.finish\(\)"):
+        sharded.begin()
+    step(sharded, [torch.ones(1, 4)])
+    sharded.publish(sharded.units[0])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_unit_may_be_published_as_soon_as_finish_gives_it_and_not_before(stage):
+    sharded = single(Chain(), stage)
+    sharded.begin()
+    with pytest.raises(UserError, match="before finish"):
+        sharded.publish(sharded.units[0])
+    sharded.fill(lambda piece, local: local.fill_(0.5))
+    sharded.micro(last=True)
+    sharded.module(torch.ones(1, 4)).backward()
+    given = sharded.finish()
+    first = next(given)
+    sharded.publish(first)
+    with pytest.raises(UserError, match="before finish"):
+        sharded.publish(next(unit for unit in sharded.units if unit is not first))
+    for unit in given:
+        sharded.publish(unit)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_micro_batch_outside_a_step_is_refused(stage):
+    sharded = single(Chain(), stage)
+    step(sharded, [torch.ones(1, 4)])
+    with pytest.raises(UserError, match=r"call begin\(\) before its first one"):
+        sharded.micro(last=True)
+
+
+def state_dict_after_an_update(mesh, stage):
+    sharded = shard(Chain(), mesh, stage)
+    sharded.fill(lambda piece, local: local.fill_(1.0))
+    for unit in sharded.units:
+        unit.master.fill_(2.0)
+        sharded.publish(unit)
+    return [(value == 2.0).all().item() for value in sharded.module.state_dict().values()]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_state_dict_has_the_updated_values(ranks, stage):
+    for found in ranks.run(3, state_dict_after_an_update, stage):
+        assert found == [True] * 8
+
+
+def test_stage_3_has_no_state_dict():
+    sharded = single(Chain(), 3)
+    for part in (sharded.module, sharded.module.layers[1]):
+        with pytest.raises(UserError, match=r"take them from Sharded\.named_parameters\(\)"):
+            part.state_dict()
+
+
 def filled_after_a_forward(mesh):
     sharded = shard(module(Tied), mesh, 3)
     sharded.module(inputs(0, 0))  # with gradients and no backward: tied and last units stay
@@ -531,3 +637,25 @@ def test_units_are_joined_below_stage_2_only(stage):
 def test_shards_that_do_not_fit_are_refused(stage, shard_, words):
     with pytest.raises(UserError, match=words):
         shard(nn.Linear(2, 2), Mesh.single(torch.device("cpu")), stage, options=Options(shard=shard_))
+
+
+@pytest.mark.parametrize(
+    ("stage", "options", "words"),
+    [
+        (4, PLAIN, "zero=4: there is no such stage; use 0, 1, 2 or 3"),
+        (-1, PLAIN, "zero=-1: there is no such stage"),
+        (3, Options(gather="forward"), "zero_gather=forward: use micro or step"),
+        (3, Options(ahead=-1), "zero_ahead=-1: use 0 or more"),
+    ],
+)
+def test_stages_and_options_that_are_none_are_refused(stage, options, words):
+    with pytest.raises(UserError, match=words):
+        shard(nn.Linear(2, 2), Mesh.single(torch.device("cpu")), stage, options=options)
+
+
+def test_a_module_is_sharded_once():
+    model = Chain()
+    single(model)
+    for again in (model, model.layers[0], nn.Sequential(model)):
+        with pytest.raises(UserError, match="sharded already"):
+            single(again)

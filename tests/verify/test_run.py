@@ -48,6 +48,26 @@ def test_where_nothing_is_dropped_nobody_asks_who_would() -> None:
     assert verify(RUN.model_copy(update={"dropout": "torch"}), steps=1).passed
 
 
+def test_dtypes_are_kept_where_they_go_with_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what does not go with it otherwise is refused in words."""
+    run = RunSpec(layout=Layout(dp=2), precision="fp16", grad_dtype="fp16", reduce_dtype="bf16")
+    kept = {"fp16": ("fp16", "bf16"), "bf16": ("auto", "bf16"), "fp32": ("auto", "bf16"), "float64": ("auto", "auto")}
+
+    class Started(Exception):
+        pass
+
+    def start(run: RunSpec, *_: object, **__: object) -> None:
+        raise Started(run.grad_dtype, run.reduce_dtype)
+
+    monkeypatch.setattr("meshwright.verify.run.run_ranks", start)
+    for precision, dtypes in kept.items():
+        with pytest.raises(Started) as caught:
+            verify(run, precision=precision)
+        assert caught.value.args == dtypes
+    with pytest.raises(UserError, match="loss=chunked does not go with precision=fp16"):
+        verify(RunSpec(layout=Layout(dp=2), loss="chunked"), precision="fp16")
+
+
 def ended(how: str, monkeypatch: pytest.MonkeyPatch) -> Unfinished:
     monkeypatch.setenv("PROOF_END", how)
     with pytest.raises(Unfinished) as caught:

@@ -18,6 +18,7 @@ from meshwright.spec.errors import UserError
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
+    from meshwright.spec.load import Written
     from meshwright.spec.run import RunSpec
 
 PIPED_WIDTH = 120
@@ -77,10 +78,18 @@ def _missing(path: Path) -> str:
 
 def load(words: Sequence[str], ranks: int | None) -> RunSpec:
     """The run that the command line asks for, its layout resolved for `ranks`. Raises UserError."""
-    from meshwright.spec.load import load_run
+    return resolved(read(words).run(), ranks)
 
-    path, overrides = split(words)
-    run = load_run(path, overrides)
+
+def read(words: Sequence[str]) -> Written:
+    """What the command line asks for, before it is checked as a whole. Raises UserError."""
+    from meshwright.spec.load import Written
+
+    return Written.read(*split(words))
+
+
+def resolved(run: RunSpec, ranks: int | None) -> RunSpec:
+    """`run` with its layout resolved for `ranks`. Raises UserError."""
     return run.model_copy(update={"layout": run.layout.resolve(ranks)})
 
 

@@ -12,10 +12,13 @@ from rich.text import Text
 
 from meshwright.predict.modes import Fit, Mode
 from meshwright.predict.report import Prediction
+from meshwright.predict.states import shards
 from meshwright.spec.layout import AXES, Layout
 from meshwright.spec.load import describe
 from meshwright.spec.run import RunSpec
 from meshwright.spec.traffic import TrafficRow
+
+FAR = 4  # times the sequence length: a model that takes so much longer ones is mostly meant for them
 
 
 def size(number: float) -> str:
@@ -52,12 +55,17 @@ def table(*columns: str, figures: int = 0) -> Table:
 
 
 def layout_words(layout: Layout) -> str:
-    """The axes that have more than one rank, outermost first; the ZeRO stage and recompute where there is one."""
+    """The axes that have more than one rank, outermost first; the ZeRO stage and recompute where there is one; and
+    what was asked for beside them."""
     axes = [f"{axis}={layout.size(axis)}" for axis in reversed(layout.order) if layout.size(axis) > 1]
     assert set(layout.order) == set(AXES)
     parts = [" × ".join(axes) or "dp=1"]
     parts += [f"zero={layout.zero}"] if layout.zero else []
+    asked = {name: getattr(layout, name) for name in ("zero_shard", "zero_gather", "zero_ahead")}
+    asked |= {"zero_join": layout.zero_join} if layout.zero < 2 else {}
+    parts += [f"{name}={value}" for name, value in asked.items() if value != Layout.model_fields[name].default]
     parts += [f"recompute {recompute_words(layout)}"] if layout.recompute != "none" else []
+    parts += [f"offload={layout.offload}"] if layout.offload != "none" else []
     return ", ".join(parts)
 
 
@@ -78,7 +86,8 @@ def summary(run: RunSpec, foretold: Prediction, fit: Fit | None = None) -> Table
     m, layout = run.model, foretold.layout
     rows.add_row("model", f"{m.family}, {m.layers} layers of {m.hidden}, {foretold.parameters.total:,} parameters")
     ranks = f"{layout.world} rank{'s' * (layout.world != 1)}"
-    rows.add_row("layout", f"{layout_words(layout)}: {ranks}, {run.precision}")
+    dtypes = ", ".join([run.precision, *(f"{name}={dtype}" for name, dtype in run.dtypes().items())])
+    rows.add_row("layout", f"{layout_words(layout)}: {ranks}, {dtypes}")
     rows.add_row(
         "step",
         f"{run.batch.sequences} sequences of {run.data.seq_len}: {foretold.tokens_per_step:,} tokens in "
@@ -99,7 +108,19 @@ def summary(run: RunSpec, foretold: Prediction, fit: Fit | None = None) -> Table
     rows.add_row("traffic", f"{size(foretold.wire_per_step)} sent a step by a rank: {moved}" if moved else "none")
     if foretold.idle_ranks:
         rows.add_row("idle", _idle(foretold, run))
+    for note in _notes(run, layout):
+        rows.add_row("note", note)
     return rows
+
+
+def _notes(run: RunSpec, layout: Layout) -> Iterable[str]:
+    """What was perhaps not meant."""
+    seq, most = run.data.seq_len, run.model.max_seq
+    if "model" in run.model_fields_set and "seq_len" not in run.data.model_fields_set and most >= FAR * seq:
+        yield f"data.seq_len={seq} is the default, for the demo; this model takes sequences of up to {most:,}"
+    if layout.zero and shards(layout) == 1:
+        why = "there is 1 data rank" if layout.data_ranks == 1 else "zero_shard=1 leaves each data rank by itself"
+        yield f"layout.zero={layout.zero} shards nothing: {why}"
 
 
 def prediction(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from typing import TYPE_CHECKING
 
 import click
 
-from meshwright.cli.common import check_ranks, console, load, run_options, say
+from meshwright.cli.common import check_ranks, console, read, resolved, run_options, say
 from meshwright.comm.place import launched
 from meshwright.spec.errors import UserError
 from meshwright.spec.exits import ANSWER_NO, OK
@@ -19,10 +20,15 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
+    from meshwright.spec.run import RunSpec
     from meshwright.verify.compare import Comparison
     from meshwright.verify.report import Check, Report
 
 SHOWN = 10
+MEASURES = (
+    "difference: ‖a − b‖ / ‖b‖, a the ranks' and b the reference's tensor; ratio: ‖a‖ / ‖b‖, 2 where all is doubled; "
+    "cosine: of the angle between them, 1 where only the scale differs"
+)
 
 
 @click.command("verify")
@@ -31,15 +37,13 @@ SHOWN = 10
 @click.option(
     "--precision",
     type=click.Choice(["float64", "fp32", "bf16", "fp16"]),
-    default="float64",
-    show_default=True,
-    help="What is computed in, whatever the run's own; float64 tells a mistake from rounding.",
+    help="What is computed in, whatever the run's own; float64, the default, tells a mistake from rounding.",
 )
 @click.option("--as-is", is_flag=True, help="The run's own model and batch size, not small ones of the same family.")
 @click.option("--json", "as_json", is_flag=True, help="Print all that was compared, for a program.")
 def command(
     words: tuple[str, ...], ranks: int | None, quiet: bool, verbose: bool, debug: bool,
-    steps: int, precision: str, as_is: bool, as_json: bool,
+    steps: int, precision: str | None, as_is: bool, as_json: bool,
 ) -> int:  # fmt: skip
     """Prove that a layout computes what one device computes, and costs what was predicted.
 
@@ -62,20 +66,19 @@ def command(
       3  a difference was found; it is named
       130, 143  interrupted, terminated
     """
-    run = load(words, ranks)
+    run, compared = _run(words, precision)
+    run = resolved(run, ranks)
     if launched():
         raise UserError("verify starts its own ranks; call it without torchrun")
     check_ranks(run.layout.world, "a smaller layout of the same axes proves as much")
     if not quiet:
         what = "the run's own model" if as_is else f"a small {run.model.family} model"
-        say(
-            f"comparing {steps} step{'s' * (steps > 1)} of {what} on {run.layout.world} ranks with one device, "
-            f"in {precision}, on random tokens"
-        )
+        ranked = f"{run.layout.world} rank{'s' * (run.layout.world > 1)}"
+        say(f"comparing {steps} step{'s' * (steps > 1)} of {what} on {ranked} with one device, {compared}")
     from meshwright.verify.run import Unfinished, verify
 
     try:
-        report = verify(run, steps=steps, precision=precision, as_is=as_is, debug=debug)
+        report = verify(run, steps=steps, precision=run.precision, as_is=as_is, debug=debug)
     except Unfinished as end:
         say(f"meshwright: {end}")
         return end.code
@@ -87,6 +90,30 @@ def command(
             out.print(part)
         out.print(verdict(report), soft_wrap=True)
     return OK if report.passed else ANSWER_NO
+
+
+def _run(words: tuple[str, ...], precision: str | None) -> tuple[RunSpec, str]:
+    """The run in the precision that is compared, and what is compared of its own dtypes, in words."""
+    written = read(words)
+    if precision is not None:
+        # The dtypes beside it may go with this precision and not with the one that the run names or has by default.
+        with contextlib.suppress(UserError):
+            run = written.run(precision=precision)
+            return run, f"in {_dtypes(run)}, on random tokens"
+    own = written.run()
+    wanted = precision or "float64"
+    left_out = own.dtypes().keys() - own.dtypes(wanted).keys()
+    run = written.run(precision=wanted, **dict.fromkeys(left_out, "auto"))
+    words_ = f"in {_dtypes(run)}, on random tokens"
+    if left_out or (own.precision != wanted and own.precision != "fp32"):
+        words_ += f"; the run's own precision={_dtypes(own)} is not compared, --precision {own.precision} does"
+    return run, words_
+
+
+def _dtypes(run: RunSpec) -> str:
+    """ "bf16", "bf16 with grad_dtype=bf16 and reduce_dtype=bf16"."""
+    beside = " and ".join(f"{name}={dtype}" for name, dtype in run.dtypes().items())
+    return f"{run.precision} with {beside}" if beside else run.precision
 
 
 def verdict(report: Report) -> str:
@@ -106,11 +133,14 @@ def verdict(report: Report) -> str:
 
 def tables(report: Report, most: int | None) -> Iterable[RenderableType]:
     """The comparison: the `most` worst tensors (None: all), then the figures."""
+    from rich.text import Text
+
     from meshwright.cli.tables import titled
 
     shown = report.tensors[:most]
     hidden = len(report.tensors) - len(shown)
     yield titled(f"Tensors, worst first{f' ({hidden} better ones not shown; -v)' * bool(hidden)}", _tensors(shown))
+    yield Text(MEASURES, style="dim")
     for title, checks, exact in (
         ("Scalars", report.scalars, False),
         ("Traffic of a step", report.traffic, True),

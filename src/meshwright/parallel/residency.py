@@ -7,13 +7,14 @@ twice: the last of forward, which backward begins with; a unit whose weight is u
 its first use on; and a unit of plain embeddings, whose backward never reads the weight.
 
 Freed parameters read as NaN, without memory: a weight that is used outside the forward of the module that owns it
-shows in the loss, and is refused in words when its gradient arrives.
+shows in the loss. Where no such forward used it too, it is refused in words when its gradient arrives; else it is not,
+because autograd brings one gradient for all uses, and to look for NaNs in each would cost a pass.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from meshwright.comm.collectives import Group, Pending
 from meshwright.parallel.flat import Unit
+from meshwright.parallel.graph import tensors
 from meshwright.parallel.placement import Placement
 from meshwright.spec.errors import UserError
 from meshwright.spec.traffic import Phase
@@ -141,7 +143,7 @@ class Residency:
         stay.left.add(module)
         training = torch.is_grad_enabled()
         if training:
-            for tensor in _tensors(output):
+            for tensor in tensors(output):
                 if tensor.requires_grad:
                     tensor.register_hook(partial(self._backward_enters, stay))
         if len(stay.left) < len(stay.entries):
@@ -265,18 +267,3 @@ def _common(paths: Sequence[Sequence[str]]) -> str:
             break
         shared.append(parts[0])
     return ".".join(shared)
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    """The tensors of a forward's output: alone, or in tuples, lists, dicts and objects with fields."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, dict):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, tuple | list):
-        for value in output:
-            yield from _tensors(value)
-    elif hasattr(output, "__dataclass_fields__"):
-        for name in output.__dataclass_fields__:
-            yield from _tensors(getattr(output, name))

@@ -32,6 +32,7 @@ Sums, not means: whoever updates divides by the valid tokens of the global batch
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,12 +43,16 @@ from torch import Tensor, nn
 
 from meshwright.comm.mesh import Mesh
 from meshwright.parallel.flat import Member, Piece, Precision, Unit
+from meshwright.parallel.graph import leaves
 from meshwright.parallel.placement import Placement, plain_placements
 from meshwright.parallel.recompute import Recompute
 from meshwright.parallel.reducer import Reducer
 from meshwright.parallel.residency import Residency, Stay, entries
 from meshwright.parallel.units import UnitPlan, plan_units
 from meshwright.spec.errors import UserError
+
+_EXHAUST = "exhaust it before publish and the next step: for unit in sharded.finish(): ..."
+_SHARDED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules whose parameters lie in units
 
 
 @dataclass(frozen=True)
@@ -69,11 +74,18 @@ class Options:
 class Sharded:
     """A module whose parameters lie in flat unit buffers and whose gradients are summed over the data ranks.
 
-    A step goes `begin`; for each micro-batch `micro`, forward, backward, `end_micro`; then `finish`; and when the
-    shards' `master` weights are updated, `publish` of each unit. After `finish` the units' `gradient_shard`s are the
-    sums over all data ranks and micro-batches. At stage 3 every rank must run every micro-batch, with no valid token if
-    it has none, and use the same modules in it; below, a rank without one may leave out its forward and backward.
-    A weight may be used in the forward of the module that owns it only: elsewhere it may not be there yet.
+    A step goes `begin`; for each micro-batch `micro`, forward, backward, `end_micro`; then `finish`, which gives the
+    trainable units and must be exhausted; and when the shards' `master` weights are updated, `publish` of each unit.
+    After `finish` the units' `gradient_shard`s are the sums over all data ranks and micro-batches. docs/zero.md has a
+    whole example. At stage 3 every rank must run every micro-batch, with no valid token if it has none, and use the
+    same modules in it; below, a rank without one may leave out its forward and backward.
+
+    From stage 1 on a weight may be used in the forward of the module that owns it only: elsewhere it may not be there
+    yet. At stage 3 it reads as NaN elsewhere: an L2 term over `module.parameters()` in the loss makes the loss NaN,
+    without an error, if forward uses the weights too. At stages 2 and 3 `p.grad` is None after backward, so that
+    torch's optimizers over `module.parameters()` change nothing: update `unit.master` from `unit.gradient_shard`.
+    Buffers (BatchNorm's, say) are neither moved to the mesh's device nor shared. What `requires_grad` says when the
+    module is sharded holds: units are trainable or frozen from then on.
     """
 
     def __init__(
@@ -93,6 +105,9 @@ class Sharded:
         else:
             self.group, replicas = mesh.split("dp", options.shard)
         self.device = mesh.device
+        self._begun = False
+        self._owed: set[Unit] = set()  # trainable ones whose sum of this step nobody has taken yet
+        self._untaken = False  # whether `finish` was called and its result not looked at
         self.placements: dict[str, Placement] = {}
         self.units: list[Unit] = []
         self._parameters: dict[str, nn.Parameter] = {}
@@ -113,11 +128,23 @@ class Sharded:
                     for entry in entries(module, part):
                         entry.register_forward_pre_hook(partial(self._arrived, unit))
             module.register_forward_pre_hook(self._settle_unless_training)
+            module.register_forward_hook(self._forward_ends)
+        if stage:
+            for part in module.modules():
+                part.register_state_dict_pre_hook(self._before_state_dict)
 
     # -- a step -----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Forget the last step's gradients, also those of a step that was given up in the middle."""
+        """Forget the last step's gradients, also those of a step that was given up in the middle.
+
+        Raises UserError where the last step's `finish` was called and not iterated over.
+        """
+        if self._untaken:
+            self._untaken = False
+            raise UserError(f"zero={self.stage}: finish() gives units one by one as their sums arrive; {_EXHAUST}")
+        self._begun = True
+        self._owed = {unit for unit in self.units if unit.trainable}
         for parameter in self._parameters.values():
             parameter.grad = None
         if self._residency is not None:
@@ -126,6 +153,8 @@ class Sharded:
 
     def micro(self, index: int = 0, *, last: bool) -> None:
         """Micro-batch `index` comes next. last: no other one follows in this step."""
+        if not self._begun:
+            raise UserError(f"zero={self.stage}: a micro-batch outside a step; call begin() before its first one")
         self._reducer.micro(index, last=last)
         if self._residency is not None:
             by_step = self.options.gather == "step"
@@ -141,20 +170,36 @@ class Sharded:
             self._residency.end()
 
     def finish(self) -> Iterator[Unit]:
-        """Yield each unit once its sum is there; the last micro-batch must have begun.
+        """Yield each trainable unit once its sum is there; the last micro-batch must have begun.
 
         Exhaust it: the caller works on the units that are there while the others are still on the wire.
         """
+        self._begun = False
         self.end_micro()
         assert self._reducer.begun, (
             "the step's last micro-batch was not announced: call micro(last=True) before its forward"
         )
         self.settle()  # of units that no forward here has used, before an update writes to them
-        yield from self._reducer.sums()
+        self._untaken = True
+        return self._sums()
+
+    def _sums(self) -> Iterator[Unit]:
+        self._untaken = False
+        for unit in self._reducer.sums():
+            self._owed.discard(unit)
+            yield unit
+
+    def publish(self, unit: Unit) -> None:
+        """Let every rank have what this rank's shard of `unit.master` now is, by the time it needs it.
+
+        Raises UserError for a trainable unit that this step's `finish` has not given yet.
+        """
+        if unit in self._owed:
+            raise UserError(f"zero={self.stage}: publish of {unit.name} before finish() gave it; {_EXHAUST}")
+        self._publish(unit)
 
     @torch.no_grad()
-    def publish(self, unit: Unit) -> None:
-        """Let every rank have what this rank's shard of `unit.master` now is, by the time it needs it."""
+    def _publish(self, unit: Unit) -> None:
         if unit.master is not unit.parameter_shard:
             unit.parameter_shard.copy_(unit.master)
         if self.stage in (1, 2):
@@ -183,7 +228,7 @@ class Sharded:
         for unit in self.units:
             for piece in unit.pieces:
                 value(piece, piece.of(unit.master))
-            self.publish(unit)
+            self._publish(unit)  # between steps or in one that was given up
         self.settle()
 
     def whole(self, shard: Callable[[Unit], Tensor | None], what: str) -> Iterator[tuple[Placement, Tensor]]:
@@ -255,10 +300,13 @@ class Sharded:
         if self._residency is not None:
             self._residency.check_used(unit, member.placement.name)
         elif unit.gather is not None:
-            raise UserError(
-                f"zero={self.stage}: {member.placement.name} was used outside the forward of the module that owns "
-                "it, before its update was there; call that module, or use zero=0"
-            )
+            raise self._used_early(member)
+
+    def _used_early(self, member: Member) -> UserError:
+        return UserError(
+            f"zero={self.stage}: {member.placement.name} was used outside the forward of the module that owns "
+            "it, before its update was there; call that module, or use zero=0"
+        )
 
     def _backward_left(self, unit: Unit) -> None:
         if self._residency is not None:
@@ -273,9 +321,34 @@ class Sharded:
             unit.gather = None
 
     def _settle_unless_training(self, *_: object) -> None:
-        # In training a weight used elsewhere and not in its module is noticed by its gradient; here nothing would.
+        # In training a weight used elsewhere and not in its module is noticed when forward ends; here nothing would.
         if not torch.is_grad_enabled():
             self.settle()
+
+    def _forward_ends(self, _: nn.Module, __: object, output: object) -> None:
+        """Wait for units that forward has not entered; raise UserError if it used one all the same.
+
+        Backward would find that too, but often torch first, in words about an in-place operation.
+        """
+        late = [unit for unit in self.units if unit.gather is not None]
+        if not late:
+            return
+        used = set(map(id, leaves(output)))
+        self.settle()
+        for unit in late:
+            for member, parameter in zip(unit.members, self._of(unit), strict=True):
+                if id(parameter) in used:
+                    raise self._used_early(member)
+
+    # -- who reads the module itself --------------------------------------------------------------------------------
+
+    def _before_state_dict(self, *_: object) -> None:
+        if self.stage == 3:
+            raise UserError(
+                "zero=3: state_dict() would hold no values, as parameters are whole only while they compute; take them "
+                "from Sharded.named_parameters() on all ranks, or use zero=2"
+            )
+        self.settle()
 
 
 def shard(
@@ -290,14 +363,22 @@ def shard(
 
     The module is changed in place: its parameters are replaced by views of the buffers (references to the old ones
     are stale), with their values where they had any; parameters on the meta device are left unfilled, see
-    `Sharded.fill`. `units` maps unit names to public parameter names, in the order in which forward meets them; by
-    default one unit a repeated block, joined as `options.join` says. Every rank must start with equal values; filling
-    from the seed or a checkpoint sees to it. recompute: what has been attached to the module, if anything.
+    `Sharded.fill`. Buffers stay where they are, and what `requires_grad` says now holds. Every rank must start with
+    equal values, which nothing checks; filling from the seed or a checkpoint sees to it. `units` maps unit names to
+    public parameter names, in the order in which forward meets them; by default one unit a repeated block, joined as
+    `options.join` says. recompute: what has been attached to the module, if anything.
 
-    Raises UserError for `shard` ranks that do not divide the data ranks, for `join` at stages 2 and 3, and for units
-    that miss a parameter.
+    Raises UserError for a module of which a part is sharded already, for `shard` ranks that do not divide the data
+    ranks, for `join` at stages 2 and 3, for units that miss a parameter, and for a stage or option that there is not.
     """
-    assert stage in (0, 1, 2, 3), stage
+    if stage not in (0, 1, 2, 3):
+        raise UserError(f"zero={stage}: there is no such stage; use 0, 1, 2 or 3")
+    if options.gather not in ("micro", "step"):
+        raise UserError(f"zero_gather={options.gather}: use micro or step")
+    if options.ahead < 0:
+        raise UserError(f"zero_ahead={options.ahead}: use 0 or more")
+    if not _SHARDED.isdisjoint(module.modules()):
+        raise UserError(f"zero={stage}: the module, or a part of it, is sharded already; shard a new one")
     ranks = mesh.sizes["dp"]
     if options.shard is not None and (stage == 0 or ranks % options.shard):
         why = "stage 0 shards nothing" if stage == 0 else f"{options.shard} does not divide {ranks} data ranks"
@@ -306,4 +387,6 @@ def shard(
         raise UserError(f"zero_join={options.join}: units are joined at stages 0 and 1 only, and this is stage {stage}")
     placements = plain_placements(module, replicated=[axis for axis, size in mesh.sizes.items() if size > 1])
     regions = recompute.regions if recompute is not None else ()
-    return Sharded(module, mesh, stage, plan_units(module, placements, units, options.join), options, regions)
+    plans = plan_units(module, placements, units, options.join)
+    _SHARDED.update(module.modules())
+    return Sharded(module, mesh, stage, plans, options, regions)

@@ -6,9 +6,11 @@ found at once are told together.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from meshwright.spec.words import (
     expected,
     join,
     meant,
+    meant_value,
     not_yet,
     paths,
     section_of,
@@ -45,13 +48,39 @@ def load_run(path: Path | None, overrides: Sequence[str] = ()) -> RunSpec:
     section of fields over `preset` (over the default model where neither `preset` nor `family` is given), or a whole
     model with its `family`. Raises UserError.
     """
+    return Written.read(path, overrides).run()
+
+
+class Written:
+    """What `load_run` loads, read but not yet checked as a whole: it may be loaded with other values for fields."""
+
+    def __init__(self, root: Node) -> None:
+        self._root = root
+
+    @classmethod
+    def read(cls, path: Path | None, overrides: Sequence[str] = ()) -> Written:
+        """Read a run file, once, since it may be a pipe. Raises UserError for what is wrong with single fields."""
+        with _told_together():
+            root = read(path) if path is not None else Node({}, COMMAND_LINE, Path())
+            _override(root, overrides)
+            mistakes = list(_unknown(root, RunSpec, ""))
+            if mistakes:
+                raise Mistakes(*mistakes)
+            return cls(root)
+
+    def run(self, **options: str) -> RunSpec:
+        """The run, checked, with fields of its top level replaced by options of the command line. Raises UserError."""
+        replaced = {
+            name: Node(value, f"{COMMAND_LINE}: --{name} {value}", Path(), value) for name, value in options.items()
+        }
+        with _told_together():
+            return _validated(dataclasses.replace(self._root, value=self._root.value | replaced))
+
+
+@contextlib.contextmanager
+def _told_together() -> Iterator[None]:
     try:
-        root = read(path) if path is not None else Node({}, COMMAND_LINE, Path())
-        _override(root, overrides)
-        mistakes = list(_unknown(root, RunSpec, ""))
-        if mistakes:
-            raise Mistakes(*mistakes)
-        return _validated(root)
+        yield
     except Mistakes as found:
         if len(found.lines) == 1:
             raise UserError(found.lines[0]) from None
@@ -263,7 +292,10 @@ def _explain(root: Node, error: Any) -> str:
     told = _told(node, name)
     if node.plain() in LATER_VALUES.get(name, ()):
         return f"{told}: {not_yet(name.rpartition('.')[2], node.plain(), f'use {_takes(name)}')}"
-    return f"{told}: {wrong} is not {_takes(name)}" if node.value is not None else f"{told}: empty; give {_takes(name)}"
+    if node.value is None:
+        return f"{told}: empty; give {_takes(name)}"
+    right = meant_value(dict(paths(RunSpec))[name], node.plain())
+    return f"{told}: {wrong} is not {_takes(name)}{f'; did you mean {right}?' if right else ''}"
 
 
 def _takes(name: str) -> str:

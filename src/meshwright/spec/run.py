@@ -20,6 +20,13 @@ UNDER_WAY = 2
 """Reductions of gradients that hold buffers of their own at once."""
 WIDENED = 1 << 22
 """Elements of a gradient narrower than the master weights that the optimizer widens at once."""
+GRAD_DTYPES: dict[str, tuple[str, ...]] = {
+    "fp32": ("auto", "fp32"),
+    "bf16": ("auto", "fp32", "bf16"),
+    "fp16": ("auto", "fp32", "fp16"),
+    "float64": ("auto",),
+}
+"""What gradients may accumulate in, by precision."""
 NOTHING_TO_OFFLOAD = (
     "offload=activations moves what an accelerator saves to the host's memory; on the CPU it is there already: "
     "use offload=none"
@@ -152,9 +159,8 @@ class RunSpec(Part):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        allowed = {"fp32": ("fp32",), "bf16": ("fp32", "bf16"), "fp16": ("fp32", "fp16"), "float64": ()}
-        if self.grad_dtype != "auto" and self.grad_dtype not in allowed[self.precision]:
-            right = " or ".join(("auto", *allowed[self.precision]))
+        if self.grad_dtype not in GRAD_DTYPES[self.precision]:
+            right = " or ".join(GRAD_DTYPES[self.precision])
             raise ValueError(f"grad_dtype={self.grad_dtype} does not go with precision={self.precision}; use {right}")
         if self.precision == "fp16" and self.loss == "chunked":
             raise ValueError(
@@ -200,3 +206,12 @@ class RunSpec(Part):
                 f"model.attn_dropout={self.model.attn_dropout}: what is kept draws no masks again, so those behind it "
                 "would differ; leave attention out of it, or use attention=explicit"
             )
+
+    def dtypes(self, precision: str | None = None) -> dict[str, str]:
+        """The dtypes beside the precision that were asked for by name; with `precision` only those that go with it."""
+        asked = {"grad_dtype": self.grad_dtype, "reduce_dtype": self.reduce_dtype}
+        fit = {
+            "grad_dtype": precision is None or self.grad_dtype in GRAD_DTYPES[precision],
+            "reduce_dtype": precision != "float64",
+        }
+        return {name: dtype for name, dtype in asked.items() if dtype != "auto" and fit[name]}

@@ -30,6 +30,13 @@ ALIASES = {
     "zero_stage": "layout.zero", "ranks": "layout.dp",
 }  # fmt: skip
 
+# Dtypes as torch and others write them.
+DTYPE_ALIASES = {
+    "fp64": "float64", "double": "float64", "f64": "float64",
+    "float32": "fp32", "float": "fp32", "single": "fp32", "f32": "fp32",
+    "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "f16": "fp16",
+}  # fmt: skip
+
 # What a run will one day take and does not yet: values of fields, and fields with what holds in their place.
 LATER_VALUES: dict[str, tuple[object, ...]] = {}
 LATER_FIELDS = {
@@ -152,6 +159,18 @@ def meant(model: type[BaseModel], section: str, key: str) -> list[str]:
     leaves = {path.rpartition(".")[2]: path for path in known}
     near = difflib.get_close_matches(leaf, [*leaves, *ALIASES], n=1, cutoff=0.7)
     return [leaves.get(near[0]) or ALIASES[near[0]]] if near else []
+
+
+def meant_value(info: FieldInfo, value: object) -> str | None:
+    """The choice of a field that a wrong value most likely stands for: another name of a dtype, or a near spelling."""
+    options = get_args(info.annotation) if _is_union(info.annotation) else (info.annotation,)
+    choices = [word for option in options for word in _choices(option)]
+    if not isinstance(value, str) or not choices:
+        return None
+    alias = DTYPE_ALIASES.get(value.lower().removeprefix("torch."))
+    if alias in choices:
+        return alias
+    return next(iter(difflib.get_close_matches(value.lower(), choices, n=1, cutoff=0.75)), None)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from meshwright.spec.errors import RunError, UserError
 from meshwright.spec.exits import INTERRUPTED, TERMINATED, WRONG_INPUT, RanksEnded
 from meshwright.spec.load import dump_run
@@ -47,8 +49,9 @@ def verify(
     """Prove `run`'s layout over `steps` optimizer steps in `precision`.
 
     The model and batch are small ones of the same family and options, or with `as_is` the run's own; the tokens are
-    random either way. The layout must be resolved. `worker` is the module (or script) that the ranks run. Raises
-    UserError for what cannot be proven, Unfinished where the ranks fail or are stopped.
+    random either way. Of `grad_dtype` and `reduce_dtype` what goes with `precision` holds, the other is auto. The
+    layout must be resolved. `worker` is the module (or script) that the ranks run. Raises UserError for what cannot be
+    proven, Unfinished where the ranks fail or are stopped.
     """
     if run.device == "cuda":
         raise UserError("device: verify compares on the CPU for now; use device=cpu")
@@ -58,13 +61,20 @@ def verify(
             "prove the run with dropout=counter (with attention=explicit where model.attn_dropout is above 0), or "
             "without dropout: " + " ".join(f"model.{name}=0" for name in RATES if getattr(run.model, name))
         )
-    # The dtypes of gradients and of their reduction belong to the run's own precision.
-    own = {} if precision == run.precision else {"grad_dtype": "auto", "reduce_dtype": "auto"}
-    run = RunSpec.model_validate(run.model_dump() | own | {"precision": precision, "device": "cpu"})
+    run = _in(precision, run)
     if not as_is:
         run = small_run(run)
     ranks = run_ranks(run, steps, debug=debug, worker=worker)
     return judge(run, steps, ranks, reference(run, proof_data(run), steps))
+
+
+def _in(precision: str, run: RunSpec) -> RunSpec:
+    """`run` on the CPU in `precision`."""
+    dtypes = {"grad_dtype": "auto", "reduce_dtype": "auto"} | run.dtypes(precision)
+    try:
+        return RunSpec.model_validate(run.model_dump() | dtypes | {"precision": precision, "device": "cpu"})
+    except ValidationError as error:
+        raise UserError("; ".join(str(e["ctx"]["error"]) for e in error.errors() if "ctx" in e)) from None
 
 
 def run_ranks(run: RunSpec, steps: int, *, debug: bool = False, worker: str = WORKER) -> list[Evidence]:
