@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -46,10 +47,18 @@ class Residency:
     """Gathers and frees the units of `module`, whose parameters must already be views of the units' buffers.
 
     ahead: units gathered beyond the one that computes. At once at most 1 + `ahead` units are held, and those that
-    stay.
+    stay. regions: runs of modules that are computed again together in backward; what one gathers for that stays until
+    backward has been through it, so that of a region all units are held, and `ahead` more.
     """
 
-    def __init__(self, module: nn.Module, stays: Sequence[Stay], group: Group, ahead: int) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        stays: Sequence[Stay],
+        group: Group,
+        ahead: int,
+        regions: Sequence[Sequence[nn.Module]] = (),
+    ) -> None:
         self.stays = {stay.unit: stay for stay in stays}
         self.group = group
         self.ahead = ahead
@@ -57,6 +66,9 @@ class Residency:
         self._order = list(stays)
         self.freed: dict[torch.dtype, Tensor] = {}  # what freed parameters read as
         self._place = {stay: index for index, stay in enumerate(stays)}
+        self._turns = _turns(stays, regions)
+        self._turn = {stay: index for index, turn in enumerate(self._turns) for stay in turn}
+        self._computed: set[Stay] = set()  # entered by a recompute of this micro-batch
         self._backward = False
         self._micro: int | None = None
         for stay in stays:
@@ -70,8 +82,10 @@ class Residency:
         """A micro-batch begins. keep_…: that pass leaves units where they are."""
         self._keep_forward, self._keep_backward = keep_forward, keep_backward
         self._micro, self._backward = micro, False
+        self._computed.clear()
         for stay in self._order:
             stay.used = stay.done = False
+            stay.left.clear()  # a recompute ends before it has left the last module
 
     def end(self) -> None:
         """The micro-batch's backward is over: free what it left behind, unless told to keep."""
@@ -109,7 +123,10 @@ class Residency:
 
     def _enter(self, stay: Stay, *_: Any) -> None:
         self._ask(stay)
-        if not self._backward:  # else it is recomputed, and backward's own order holds
+        if self._backward:  # it is computed again
+            self._computed.add(stay)
+            self._ask_ahead_in_backward(stay)
+        else:
             place = self._place[stay]
             for following in self._order[place + 1 : place + 1 + self.ahead]:
                 if not following.used:
@@ -143,20 +160,30 @@ class Residency:
 
     def _backward_enters(self, stay: Stay, _: Tensor) -> None:
         self._backward = True
-        if stay.backward_reads and not stay.done:
-            self._ask(stay)
-        place, asked = self._place[stay], 0
-        for earlier in reversed(self._order[:place]):
-            if asked == self.ahead:
-                break
-            if earlier.backward_reads and not earlier.done:
-                self._ask(earlier)
-                asked += 1
+        turn = self._turns[self._turn[stay]]
+        computed_again = len(turn) == 1 or turn[-1] in self._computed
+        first = stay if computed_again else turn[0]
+        if first.backward_reads and not first.done:
+            self._ask(first)
+        self._ask_ahead_in_backward(turn[-1] if computed_again else first)
+        place = self._place[stay]
         if not self._keep_backward:
             for later in self._order[place + 1 :]:
                 if not later.unit.trainable and not later.tied:
                     self._free(later)  # no gradient will say that backward has left a frozen unit
         self._await(stay)
+
+    def _ask_ahead_in_backward(self, stay: Stay) -> None:
+        """Ask for the units that backward needs next after `stay`, in the order in which it needs them."""
+        turn = self._turns[self._turn[stay]]
+        behind = turn[turn.index(stay) + 1 :]
+        asked = 0
+        for following in chain(behind, *self._turns[self._turn[stay] + 1 :]):
+            if asked == self.ahead:
+                break
+            if following.backward_reads and not following.done:
+                self._ask(following)
+                asked += 1
 
     # -- how it is done ---------------------------------------------------------------------------------------
 
@@ -212,6 +239,25 @@ def entries(module: nn.Module, unit: Unit, others: Sequence[Unit]) -> list[nn.Mo
     if callable_ and not foreign:
         return [holder]
     return [module.get_submodule(owner) for owner in owners]
+
+
+def _turns(stays: Sequence[Stay], regions: Sequence[Sequence[nn.Module]]) -> list[list[Stay]]:
+    """Units in the order in which backward needs them: from last to first, those of one region together, from its
+    first to its last, because it is computed again before backward goes through it."""
+    region_of = {
+        module: index for index, region in enumerate(regions) for block in region for module in block.modules()
+    }
+    turns: list[list[Stay]] = []
+    last: int | None = None
+    for stay in reversed(stays):
+        inside = {region_of.get(entry) for entry in stay.entries}
+        region = inside.pop() if len(inside) == 1 else None
+        if region is not None and region == last:
+            turns[-1].insert(0, stay)
+        else:
+            turns.append([stay])
+        last = region
+    return turns
 
 
 def _common(paths: Sequence[Sequence[str]]) -> str:

@@ -45,6 +45,7 @@ from meshwright.comm.collectives import Group, Pending
 from meshwright.comm.mesh import Mesh
 from meshwright.parallel.flat import Member, Piece, Precision, Reduction, Unit
 from meshwright.parallel.placement import Placement, plain_placements
+from meshwright.parallel.recompute import Recompute
 from meshwright.parallel.residency import Residency, Stay, entries
 from meshwright.parallel.units import UnitPlan, plan_units
 from meshwright.spec.errors import UserError
@@ -77,7 +78,13 @@ class Sharded:
     """
 
     def __init__(
-        self, module: nn.Module, mesh: Mesh, stage: int, plans: Sequence[UnitPlan], options: Options = Options()
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        stage: int,
+        plans: Sequence[UnitPlan],
+        options: Options = Options(),
+        regions: Sequence[Sequence[nn.Module]] = (),
     ) -> None:
         self.module = module
         self.stage = stage
@@ -102,7 +109,7 @@ class Sharded:
         self._residency: Residency | None = None
         if stage == 3:
             stays = [Stay(unit, entries(module, unit, self.units), self._of(unit)) for unit in self.units]
-            self._residency = Residency(module, stays, self.group, options.ahead)
+            self._residency = Residency(module, stays, self.group, options.ahead, regions)
         elif stage:
             for unit in self.units:
                 for entry in entries(module, unit, self.units):
@@ -437,6 +444,7 @@ def shard(
     stage: int = 0,
     units: Mapping[str, Sequence[str]] | None = None,
     options: Options = Options(),
+    recompute: Recompute | None = None,
 ) -> Sharded:
     """Lay `module`'s parameters out in flat unit buffers on the mesh's device and sum its gradients over `dp`.
 
@@ -444,7 +452,7 @@ def shard(
     are stale), with their values where they had any; parameters on the meta device are left unfilled, see
     `Sharded.fill`. `units` maps unit names to public parameter names, in the order in which forward meets them; by
     default one unit a repeated block. Every rank must start with equal values; filling from the seed or a checkpoint
-    sees to it.
+    sees to it. recompute: what has been attached to the module, if anything.
 
     Raises UserError for `shard` ranks that do not divide the data ranks, and for units that miss a parameter.
     """
@@ -454,4 +462,5 @@ def shard(
         why = "stage 0 shards nothing" if stage == 0 else f"{options.shard} does not divide {ranks} data ranks"
         raise UserError(f"zero_shard={options.shard}: {why}")
     placements = plain_placements(module, replicated=[axis for axis, size in mesh.sizes.items() if size > 1])
-    return Sharded(module, mesh, stage, plan_units(module, placements, units), options)
+    regions = recompute.regions if recompute is not None else ()
+    return Sharded(module, mesh, stage, plan_units(module, placements, units), options, regions)

@@ -74,7 +74,7 @@ class Trainer:
         )
         initials = initial(self.model)
         self.recompute = _recompute(run.layout, self.model)
-        self.sharded = zero.shard(self.model, mesh, run.layout.zero, options=_options(run))
+        self.sharded = zero.shard(self.model, mesh, run.layout.zero, options=_options(run), recompute=self.recompute)
         self.model.rebuild_buffers(mesh.device)
 
         def from_seed(piece: Piece, local: Tensor) -> None:
