@@ -30,7 +30,9 @@ MODES = {
 }
 
 
-def gradients(spec: ModelSpec, attention: str, dtype: torch.dtype, mode: dict[str, object] | None) -> list[torch.Tensor]:
+def gradients(
+    spec: ModelSpec, attention: str, dtype: torch.dtype, mode: dict[str, object] | None
+) -> list[torch.Tensor]:
     model = build(spec, attention=attention, loss="full", dtype=dtype)
     initialise_(model, 1)
     model.train()

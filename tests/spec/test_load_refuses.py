@@ -77,7 +77,7 @@ OVERRIDES = [
         "layout: tp=2 is not available yet; use tp=1; sp=true is not available yet; use sp=false",
     ),
     ("layout.sp=true", "layout: sp=true is not available yet; use sp=false"),
-    ("layout.recompute=all", "\"all\" is not none, full or selective"),
+    ("layout.recompute=all", '"all" is not none, full or selective'),
     ("layout.recompute_every=2", "recompute_every=2 belongs to recompute=full; leave it out"),
     ("layout={recompute: selective, recompute_keep: []}", "recompute_keep=[] keeps nothing"),
     ("layout.schedule=1f1b", "layout.schedule is not available yet; leave it out: one stage needs no schedule"),

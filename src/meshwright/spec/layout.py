@@ -48,6 +48,9 @@ class Layout(BaseModel):
     recompute_keep: tuple[Operators, ...] = Field(
         ("linear",), description="recompute=selective: the operators of a block whose outputs are kept"
     )
+    offload: Literal["none", "activations"] = Field(
+        "none", description="activations: what forward saves waits for backward in the host's memory"
+    )
     order: tuple[Axis, ...] = Field(AXES, description="axes from neighbouring ranks to distant ones")
 
     @model_validator(mode="after")

@@ -20,6 +20,10 @@ UNDER_WAY = 2
 """Reductions of gradients that hold buffers of their own at once."""
 WIDENED = 1 << 22
 """Elements of a gradient narrower than the master weights that the optimizer widens at once."""
+NOTHING_TO_OFFLOAD = (
+    "offload=activations moves what an accelerator saves to the host's memory; on the CPU it is there already: "
+    "use offload=none"
+)
 
 
 class Part(BaseModel):
@@ -122,6 +126,7 @@ class RunSpec(Part):
     loss: Literal["full", "chunked"] = Field(
         "full", description="all logits at once, or never more than a chunk of them"
     )
+    compile: Literal["none", "block"] = Field("none", description="block: torch.compile each transformer block")
     optimizer: Optimizer = Field(Optimizer(), description="AdamW")
     lr_schedule: LrSchedule = Field(LrSchedule(), description="learning rate by step")
     steps: Count = Field(100, description="optimizer steps")
@@ -151,6 +156,13 @@ class RunSpec(Part):
             raise ValueError(
                 "loss=chunked does not go with precision=fp16: it makes gradients before the loss scale lifts them; "
                 "use loss=full, or precision=bf16"
+            )
+        if self.layout.offload != "none" and self.device == "cpu":
+            raise ValueError(NOTHING_TO_OFFLOAD)
+        if self.compile == "block" and self.layout.recompute == "selective":
+            raise ValueError(
+                "recompute=selective does not go with compile=block, which merges the operators that it would keep; "
+                "use recompute=full or none, or compile=none"
             )
         if self.reduce_dtype != "auto" and self.precision == "float64":
             raise ValueError("reduce_dtype does not go with precision=float64, which is for proofs; use auto")

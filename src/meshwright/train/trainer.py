@@ -6,6 +6,7 @@ The loop around it, checkpoints and metrics are elsewhere; proofs and benchmarks
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -18,11 +19,14 @@ from meshwright.model.dropout import DropoutKey
 from meshwright.model.init import fill_, initial
 from meshwright.model.loss import IGNORE
 from meshwright.parallel import zero
+from meshwright.parallel.compile import compile_blocks
 from meshwright.parallel.flat import Piece, Precision
+from meshwright.parallel.offload import Offload
 from meshwright.parallel.recompute import Recompute
 from meshwright.spec.batch import micro_batches, micro_steps, part
+from meshwright.spec.errors import UserError
 from meshwright.spec.layout import Layout
-from meshwright.spec.run import RunSpec
+from meshwright.spec.run import NOTHING_TO_OFFLOAD, RunSpec
 from meshwright.train.data import Dataset
 from meshwright.train.lossscale import LossScale
 from meshwright.train.lr import lr_at
@@ -73,9 +77,12 @@ class Trainer:
             run.model, attention=run.attention, loss=run.loss, dtype=DTYPES[run.precision], device="meta"
         )
         initials = initial(self.model)
+        if run.compile == "block":
+            compile_blocks(self.model.blocks, mesh.device)
         self.recompute = _recompute(run.layout, self.model)
         self.sharded = zero.shard(self.model, mesh, run.layout.zero, options=_options(run), recompute=self.recompute)
         self.model.rebuild_buffers(mesh.device)
+        self.offload = _offload(run.layout, mesh.device)
 
         def from_seed(piece: Piece, local: Tensor) -> None:
             name = piece.placement.name
@@ -104,7 +111,8 @@ class Trainer:
             if places:
                 tokens, targets = (t.to(self.mesh.device) for t in data.batch(ids[places.start : places.stop]))
                 rows = torch.arange(places.start, places.stop, device=self.mesh.device)
-                loss = self.model(tokens, targets, dropout=DropoutKey(self.run.seed, step, rows))
+                with self._saving(tokens, targets):
+                    loss = self.model(tokens, targets, dropout=DropoutKey(self.run.seed, step, rows))
                 totals[0] += loss.detach()
                 totals[1] += (targets != IGNORE).sum()
             elif self.sharded.every_rank_computes:
@@ -165,6 +173,13 @@ class Trainer:
         loss: Tensor = self.model(token, torch.full_like(token, IGNORE), dropout=key)
         return loss
 
+    def _saving(self, *inputs: Tensor) -> AbstractContextManager[object]:
+        """Around a forward: where what it saves for backward goes."""
+        if self.offload is None:
+            return nullcontext()
+        weights = (unit.parameters for unit in self.sharded.units)  # at ZeRO 3 not yet the module's parameters
+        return self.offload.forward([*weights, *self.model.buffers(), *inputs])
+
     def _global_norm(self) -> float:
         """L2 norm of the gradient sums over all parameters; each unit's part while others are still on the wire."""
         norms = []
@@ -190,6 +205,14 @@ def _recompute(layout: Layout, model: LanguageModel) -> Recompute | None:
         return None
     keep = layout.recompute_keep if layout.recompute == "selective" else ()
     return Recompute(model.blocks, every=layout.region(len(model.blocks)), keep=keep)
+
+
+def _offload(layout: Layout, device: torch.device) -> Offload | None:
+    if layout.offload == "none":
+        return None
+    if device.type == "cpu":
+        raise UserError(NOTHING_TO_OFFLOAD)
+    return Offload(device)
 
 
 def _options(run: RunSpec) -> zero.Options:

@@ -1,0 +1,73 @@
+"""Compiled blocks under the hooks of recompute and ZeRO: the numbers of the plain ones.
+
+Most cases compile with the backend that traces and generates nothing, which takes the same path through hooks; one
+takes the real compiler.
+"""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+from meshwright.comm.mesh import Mesh
+from meshwright.model.build import build
+from meshwright.model.dropout import DropoutKey
+from meshwright.model.init import fill_, initial
+from meshwright.parallel.compile import compile_blocks
+from meshwright.parallel.recompute import Recompute
+from meshwright.parallel.zero import shard
+from meshwright.spec.errors import UserError
+from meshwright.spec.model import ModelSpec
+
+CPU = torch.device("cpu")
+LLAMA = ModelSpec(family="llama", vocab=37, hidden=24, layers=3, heads=4, kv_heads=2, ffn=40, max_seq=32)
+GPT2 = ModelSpec(family="gpt2", vocab=37, hidden=24, layers=3, heads=4, max_seq=32, resid_dropout=0.3, attn_dropout=0.3)
+
+
+def gradients(spec, stage, every, backend, micros=2):
+    """Of two micro-batches of different lengths, by name."""
+    mesh = Mesh.single(CPU)
+    model = build(spec, attention="explicit", dtype=torch.float64)
+    starts = initial(model)
+    if backend:
+        compile_blocks(model.blocks, CPU, backend)
+    recompute = None if every is None else Recompute(model.blocks, every=every)
+    sharded = shard(model, mesh, stage, recompute=recompute)
+    sharded.fill(lambda piece, flat: fill_(flat, starts[piece.placement.name], seed=1, name=piece.placement.name,
+                                           start=piece.start))  # fmt: skip
+    model.train()
+    sharded.begin()
+    for micro in range(micros):
+        sharded.micro(micro, last=micro == micros - 1)
+        generator = torch.Generator().manual_seed(10 * mesh.rank + micro)
+        tokens, targets = torch.randint(spec.vocab, (2, 2, 12 + 4 * (micro % 2)), generator=generator)
+        key = DropoutKey(1, micro, 2 * mesh.rank + torch.arange(2))
+        model(tokens, targets, dropout=key).backward()
+        sharded.end_micro()
+    list(sharded.finish())
+    return {placement.name: gradient.clone() for placement, gradient in sharded.named_gradients()}
+
+
+def assert_close(found, expected):
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("spec", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_every_stage_and_recompute_around_traced_blocks(spec):
+    expected = gradients(spec, 0, None, None)
+    for stage, every in ((0, None), (2, 1), (3, None), (3, 2)):
+        assert_close(gradients(spec, stage, every, "aot_eager"), expected)
+
+
+@pytest.mark.timeout(400)  # the compiler takes its time on a busy machine
+def test_the_real_compiler():
+    expected = gradients(LLAMA, 0, None, None, micros=1)
+    assert_close(gradients(LLAMA, 3, 1, "inductor", micros=1), expected)
+
+
+def test_a_machine_without_a_compiler_is_told_so():
+    with mock.patch("shutil.which", return_value=None), pytest.raises(UserError, match="needs a C\\+\\+ compiler"):
+        compile_blocks([], CPU)
