@@ -5,11 +5,10 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from meshwright.comm import runtime
 from meshwright.comm.mesh import Mesh
@@ -18,7 +17,7 @@ from meshwright.spec.errors import RunError, UserError
 from meshwright.spec.exits import INTERRUPTED, OK, TERMINATED
 from meshwright.spec.load import dump_run
 from meshwright.spec.run import RunSpec
-from meshwright.train import checkpoint, state
+from meshwright.train import checkpoint, folders, state
 from meshwright.train.bigram import bigram_loss
 from meshwright.train.data import Dataset
 from meshwright.train.folders import check_resume
@@ -27,7 +26,7 @@ from meshwright.train.peak import Peak, device_peak
 from meshwright.train.progress import Progress
 from meshwright.train.sample import generate
 from meshwright.train.signals import StopFlag
-from meshwright.train.together import prepare_together
+from meshwright.train.together import first_error, prepare_together
 from meshwright.train.trainer import Totals, Trainer, Update
 
 # Ranks share their stop signals by adding them up: any SIGTERM outweighs every SIGINT.
@@ -62,6 +61,7 @@ class Loop:
         self.mesh = mesh
         self.stop = stop
         self.folder = Path(run.out)
+        self.checkpoints = self.folder / "checkpoints"
         self.lead = mesh.rank == 0
         self.progress = Progress(run.steps, quiet=quiet, lead=self.lead)
         mesh.blackbox.note("preparing data")
@@ -70,12 +70,17 @@ class Loop:
         self.held_out = self._held_out()
         mesh.blackbox.note("building the model")
         self.trainer = Trainer(run, mesh)
+        options = run.checkpoint
+        self.saver = checkpoint.Saver(
+            self.checkpoints, mesh, state.saved_parts(self.trainer),
+            keep=options.keep, keep_every=options.keep_every, background=options.background,
+        )  # fmt: skip
         self.peak: Peak = device_peak(mesh.device, run.precision)
         self.counts = state.Counts()
         self.validation_loss: float | None = None
         self.sample: str | None = None
         self.saved_updates = 0  # updates in the weights that were saved last, or that this run began with
-        self.not_saved: checkpoint.CheckpointError | None = None  # rank 0's last save, where that failed
+        self.not_saved: RunError | None = None  # why the last save failed, where it did
 
     # -- start ------------------------------------------------------------------------------------------------
 
@@ -85,55 +90,97 @@ class Loop:
         return Dataset(self.prepared.held_out, self.run_spec.data.seq_len, self.run_spec.seed)
 
     def _resume(self) -> int:
-        """The step to begin with: 0, or that of the checkpoint that rank 0 chose for all."""
-        chosen = torch.tensor([-1], dtype=torch.int64, device=self.mesh.device)
-        if self.lead:
-            chosen[0] = self._choose_checkpoint()
-        self.mesh.world_group.broadcast(chosen, 0, reason="checkpoint.choose", phase="step")
-        step = int(chosen)
-        if step < 0:
-            self._set_aside(after=-1)
-            return 0
-        saved, about = checkpoint.load(checkpoint.path(self.folder / "checkpoints", step))
-        state.restore(self.trainer, saved, about)
+        """The step to begin with: 0, or that of the checkpoint that the ranks go on from."""
+        skipped: list[str] = []
+        before: int | None = None
+        while True:
+            chosen = torch.tensor([-1], dtype=torch.int64, device=self.mesh.device)
+            if self.lead:
+                chosen[0] = self._choose_checkpoint(before, skipped)
+            self.mesh.world_group.broadcast(chosen, 0, reason="checkpoint.choose", phase="step")
+            step = int(chosen)
+            if step < 0:
+                self._set_aside(after=-1)
+                return 0
+            wrong = self._load(folders.path(self.checkpoints, step))
+            if wrong is None:
+                return step
+            if self.run_spec.checkpoint.resume != "auto":
+                raise RunError(wrong)
+            before = step
+            skipped.append(wrong)
+            self._warn_passed_over(wrong)
+
+    def _load(self, where: Path) -> str | None:
+        """Take over a checkpoint; returns in words what is damaged in it, the same on all ranks, None if nothing is."""
+        world, device = self.mesh.world_group, self.mesh.device
+        self.mesh.blackbox.note("reading a checkpoint")
+        found, error = None, None
+        try:
+            found = checkpoint.manifest_of(where)
+        except RunError as exc:
+            error = exc
+        wrong = first_error(world, device, error)
+        if wrong is not None:
+            return wrong
+        assert found is not None
+        state.check_fits(self.trainer, found)
+        try:
+            checkpoint.read(where, state.held_parts(self.trainer), found)
+        except RunError as exc:
+            error = exc
+        wrong = first_error(world, device, error)
+        if wrong is None:
+            self._take_over(where, found.meta)
+        return wrong
+
+    def _take_over(self, where: Path, about: dict[str, Any]) -> None:
+        state.restored(self.trainer, about)
+        step = int(about["step"])
         self._set_aside(after=step)
         self.counts = state.Counts.of(about)
         self.saved_updates = self.trainer.optimizer.steps
-        self.progress.message(f"resumed after step {step} from {self.folder / 'checkpoints'}")
+        self.progress.message(f"resumed after step {step} from {where.parent}")
         changes = state.changed_options(self.run_spec, about)
         if about.get("data", self.prepared.key) != self.prepared.key:
             changes.append("the files of data.path, by name, size or time; the samples to come may be others")
         for change in changes:
             self.progress.message(f"changed since that checkpoint: {change}")
-        return step
 
-    def _choose_checkpoint(self) -> int:
-        """The step of the checkpoint to go on from, -1 for none; rank 0 decides for all."""
-        folder, resume = self.folder / "checkpoints", self.run_spec.checkpoint.resume
+    def _choose_checkpoint(self, before: int | None, skipped: list[str]) -> int:
+        """The step of the checkpoint to go on from, below `before`, -1 for none; rank 0 decides for all.
+
+        skipped: in words, what has been passed over so far; what is passed over here is added.
+        """
         check_resume(self.run_spec)
+        resume = self.run_spec.checkpoint.resume
         if resume == "never":
             return -1
         if resume != "auto":
             return resume
-        newest = checkpoint.newest(folder)
-        if newest.step is None and newest.skipped:
+        newest = checkpoint.newest(self.checkpoints, before)
+        skipped += newest.skipped
+        if newest.step is None and skipped:
             # To begin anew would lose what the run has learned, where a backup may yet save it.
-            wrong = "".join(f"\n  {skipped}" for skipped in newest.skipped)
+            wrong = "".join(f"\n  {one}" for one in skipped)
             raise UserError(
-                f"out: none of the checkpoints in {folder} is whole; put one back from a backup, or write "
+                f"out: none of the checkpoints in {self.checkpoints} is whole; put one back from a backup, or write "
                 f"checkpoint.resume=never to begin anew (they are kept, set aside){wrong}"
             )
-        for skipped in newest.skipped:
-            self.progress.message(f"warning: passed over a damaged checkpoint: {skipped}")
+        for one in newest.skipped:
+            self._warn_passed_over(one)
         if newest.step is None:
-            self.progress.message(f"starting fresh: no checkpoint in {folder}")
+            self.progress.message(f"starting fresh: no checkpoint in {self.checkpoints}")
             return -1
         return newest.step
+
+    def _warn_passed_over(self, wrong: str) -> None:
+        self.progress.message(f"warning: passed over a damaged checkpoint: {wrong}")
 
     def _set_aside(self, after: int) -> None:
         """Keep checkpoints that this run does not go on from out of its way; none is removed."""
         if self.lead:
-            for step in checkpoint.set_aside(self.folder / "checkpoints", after):
+            for step in folders.set_aside(self.checkpoints, after):
                 self.progress.message(f"set aside the checkpoint of step {step}, which this run does not go on from")
 
     # -- steps ------------------------------------------------------------------------------------------------
@@ -160,11 +207,13 @@ class Loop:
             seconds = time.perf_counter() - began
             self._record(step + 1, totals, update, seconds, self.mesh.ledger.blocked_seconds - blocked)
             stopping = totals.stop > 0
+            self._tell(self.saver.poll())
             self._save(step + 1, stopping)  # first, in case whoever asked to stop is short of patience
             self._validate(step + 1)
             if stopping and step + 1 < self.run_spec.steps:
                 self.progress.message(f"stopped after step {step + 1}, as asked; the same command goes on from here")
                 return TERMINATED if totals.stop >= STOP_VALUES[signal.SIGTERM] else INTERRUPTED
+        self._tell(self.saver.wait())
         if self.not_saved is not None:
             raise RunError(
                 f"all steps are done, but the last checkpoint is missing: {self.not_saved}; {self._kept()}; "
@@ -237,31 +286,33 @@ class Loop:
         if updates == self.saved_updates and not stopping and step != self.run_spec.steps:
             return  # steps were skipped: the same weights once more would only push out the checkpoint of others
         self.saved_updates = updates
-        self.mesh.blackbox.note("collecting a checkpoint")
-        tensors = state.tensors(self.trainer, keep=self.lead)
-        with self.mesh.lead.works("saving a checkpoint") as advance:
-            if self.lead:
-                self._save_now(step, stopping, tensors, advance)
-
-    def _save_now(self, step: int, stopping: bool, tensors: dict[str, Tensor], advance: Callable[[], None]) -> None:
+        self.mesh.blackbox.note("copying a checkpoint")
         about = state.meta(self.trainer, step, self.counts) | {"data": self.prepared.key}
-        folder, keep = self.folder / "checkpoints", self.run_spec.checkpoint.keep
-        try:
-            where = checkpoint.save(folder, step, tensors, about, keep=keep, advance=advance)
-        except checkpoint.NotFinite as error:
+        self.trainer.sharded.settle()  # where a rank's shard is a part of the whole, gathers still write to it
+        self._tell(self.saver.save(step, about))
+        if stopping or not options.background:
+            self._tell(self.saver.wait(), stopping)
+
+    def _tell(self, saved: checkpoint.Saved | None, stopping: bool = False) -> None:
+        """Say how a save ended, if one did. All ranks know the same of it, though not at the same moment."""
+        if saved is None:
+            return
+        error = saved.error
+        if isinstance(error, checkpoint.NotFinite):
             raise RunError(
-                f"step {step}: {error}, so it is not saved; {self._kept()}; give the same command again with a lower "
-                "optimizer.lr or a longer lr_schedule.warmup"
+                f"step {saved.step}: {error}, so it is not saved; {self._kept()}; give the same command again with a "
+                "lower optimizer.lr or a longer lr_schedule.warmup"
             ) from error
-        except checkpoint.CheckpointError as error:
+        self.not_saved = error
+        if error is not None:
             # Training is worth more than this one save; the last whole checkpoint is still there.
-            self.progress.message(f"warning: checkpoint of step {step} failed: {error}")
-            self.not_saved = error
+            self.progress.message(f"warning: checkpoint of step {saved.step} failed: {error}")
             if stopping:
-                raise
-        else:
-            self.not_saved = None
-            self.progress.message(f"step {step}: saved {where}")
+                raise error
+            return
+        self.progress.message(f"step {saved.step}: saved {saved.where}; training waited {saved.stall:.2f} s for it")
+        figures = {"seconds": saved.seconds, "stall": saved.stall}
+        self.metrics.write(saved.step, "checkpoint", figures)
 
     def leave(self, code: int) -> None:
         """What needs the other ranks at the end: updates under way, and a sample where no rank has a whole model."""
@@ -271,10 +322,10 @@ class Loop:
             self.sample = self._sample()
 
     def _kept(self) -> str:
-        there = checkpoint.steps(self.folder / "checkpoints")
+        there = folders.steps(self.checkpoints)
         if not there:
-            return f"there is none in {self.folder / 'checkpoints'}"
-        return f"{self.folder / 'checkpoints'} has step{'s' * (len(there) > 1)} {', '.join(map(str, there))} still"
+            return f"there is none in {self.checkpoints}"
+        return f"{self.checkpoints} has step{'s' * (len(there) > 1)} {', '.join(map(str, there))} still"
 
     # -- end --------------------------------------------------------------------------------------------------
 
@@ -302,8 +353,8 @@ class Loop:
                 lines.append(f"bigrams         {baseline:.4f} on the same held-out text, counted on the training text")
         if self.run_spec.model.causal:
             lines += ["sample:", self._sample() if self.sample is None else self.sample]
-        folder = self.folder / "checkpoints"
-        lines.append(f"checkpoints     {folder if checkpoint.steps(folder) else 'none, as checkpoint.every=0 asks'}")
+        where = self.checkpoints if folders.steps(self.checkpoints) else "none, as checkpoint.every=0 asks"
+        lines.append(f"checkpoints     {where}")
         lines.append(f"metrics         {self.folder / 'metrics.jsonl'} (and for TensorBoard in {self.folder})")
         try:
             print("\n".join(lines), file=sys.stdout, flush=True)

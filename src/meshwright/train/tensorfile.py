@@ -1,8 +1,9 @@
-"""Tensors into a safetensors file in one pass: flat buffers' views as they are, the checksum taken on the way.
+"""Tensors into a safetensors file and out of it in one pass each, with a checksum of every block on the way.
 
 The format: 8 bytes N, little-endian; N bytes of JSON, name → dtype, shape, data_offsets; then the tensors' bytes.
 (https://github.com/huggingface/safetensors#format). The library's own writer needs tensors that share no storage, so
-it would cost a copy of all of them, and a second reading for the checksum: three times as long for 500 MB.
+it would cost a copy of all of them, and a second reading for checksums; its reader maps the file, so that a damaged
+disk shows as a signal and not as an error.
 """
 
 from __future__ import annotations
@@ -10,65 +11,119 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
-_DTYPES = {
+DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-_CHUNK = 1 << 22  # bytes summed and written at once
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+BLOCK = 1 << 22
+"""Bytes of a tensor under one checksum: what must be read to trust a part of it."""
 _ALIGN = 8
 _FLUSH_EVERY = 1 << 28  # bytes; so that the last flush, which tells of no advance, has little to do on a slow disk
 
 
-def write(path: Path, tensors: Mapping[str, Tensor], advance: Callable[[], None] = lambda: None) -> tuple[int, int]:
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where a tensor's bytes begin in its file, and the CRC-32 of each BLOCK of them."""
+
+    start: int
+    crc32: tuple[int, ...]
+
+
+class Damaged(Exception):
+    """Bytes are not those that were written."""
+
+
+def write(
+    path: Path, tensors: Sequence[tuple[str, Tensor]], advance: Callable[[], None] = lambda: None
+) -> tuple[int, dict[str, Stored]]:
     """Write `tensors` by name, on any device and with any strides, and flush them to the disk.
 
-    `advance` is called after each few MB. Returns the file's bytes and CRC-32. Takes memory only for a tensor that is
-    not contiguous or not on the CPU. Raises OSError, and KeyError for a dtype that the format lacks.
+    `advance` is called after each block. Returns the file's bytes and where each tensor lies. Takes memory only for a
+    tensor that is not contiguous or not on the CPU. Raises OSError, and KeyError for a dtype that the format lacks.
     """
     # Wide items first keep every tensor aligned to its item, which readers ask for.
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    size = checksum = flushed = 0
+    ordered = sorted(tensors, key=lambda pair: (-pair[1].element_size(), pair[0]))
+    stored: dict[str, Stored] = {}
+    flushed = 0
     with open(path, "wb") as stream:
-        for part in _parts([(name, tensors[name]) for name in order]):
-            checksum = zlib.crc32(part, checksum)
-            size += len(part)
-            stream.write(part)
-            if size - flushed >= _FLUSH_EVERY:
-                stream.flush()
-                os.fdatasync(stream.fileno())
-                flushed = size
-            advance()
+        stream.write(_header(ordered))
+        for name, tensor in ordered:
+            start = stream.tell()
+            sums = []
+            for block in _blocks(tensor):
+                sums.append(zlib.crc32(block))
+                stream.write(block)
+                if stream.tell() - flushed >= _FLUSH_EVERY:
+                    stream.flush()
+                    os.fdatasync(stream.fileno())
+                    flushed = stream.tell()
+                advance()
+            stored[name] = Stored(start, tuple(sums))
+        size = stream.tell()
         stream.flush()
         os.fsync(stream.fileno())
-    return size, checksum
+    return size, stored
 
 
-def checksum(path: Path) -> tuple[int, int]:
-    """The bytes and CRC-32 of the file as it lies on the disk."""
-    size = found = 0
-    with open(path, "rb") as stream:
-        while part := stream.read(_CHUNK):
-            size += len(part)
-            found = zlib.crc32(part, found)
-    return size, found
-
-
-def _parts(tensors: list[tuple[str, Tensor]]) -> Iterator[bytes | memoryview]:
-    header, end = {}, 0
+def _header(tensors: Sequence[tuple[str, Tensor]]) -> bytes:
+    entries, end = {}, 0
     for name, tensor in tensors:
         start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    words = json.dumps(header).encode()
+        entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    words = json.dumps(entries).encode()
     words += b" " * (-len(words) % _ALIGN)
-    yield len(words).to_bytes(8, "little") + words
-    for _, tensor in tensors:
-        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        content = memoryview(flat.numpy())
-        for start in range(0, len(content), _CHUNK):
-            yield content[start : start + _CHUNK]
+    return len(words).to_bytes(8, "little") + words
+
+
+def _blocks(tensor: Tensor) -> Iterator[memoryview]:
+    content = _bytes(tensor.detach().cpu().contiguous())
+    for start in range(0, len(content), BLOCK):
+        yield content[start : start + BLOCK]
+
+
+def _bytes(contiguous: Tensor) -> memoryview:
+    return memoryview(contiguous.reshape(-1).view(torch.uint8).numpy())
+
+
+class Reader:
+    """Reads parts of stored tensors, each block against its checksum. Holds one block in memory."""
+
+    def __init__(self) -> None:
+        self._block = torch.empty(BLOCK, dtype=torch.uint8)
+
+    def read(self, stream: BinaryIO, stored: Stored, nbytes: int, first: int, into: Tensor) -> None:
+        """Bytes [first, first + len(into)) of a tensor of `nbytes` bytes into a uint8 tensor on any device.
+
+        Raises OSError, and Damaged where the file is too short or a checksum differs.
+        """
+        end = first + len(into)
+        assert 0 <= first <= end <= nbytes
+        for number in range(first // BLOCK, -(-end // BLOCK)):
+            start, stop = number * BLOCK, min((number + 1) * BLOCK, nbytes)
+            block = self._block[: stop - start]
+            stream.seek(stored.start + start)
+            if _fill(stream, memoryview(block.numpy())) < stop - start:
+                raise Damaged("it is shorter than what was written")
+            if zlib.crc32(memoryview(block.numpy())) != stored.crc32[number]:
+                raise Damaged("its checksum is not what was written")
+            low, high = max(start, first), min(stop, end)
+            into[low - first : high - first].copy_(block[low - start : high - start])
+
+
+def _fill(stream: BinaryIO, buffer: memoryview) -> int:
+    done = 0
+    while done < len(buffer):
+        got = stream.readinto(buffer[done:])  # type: ignore[attr-defined]
+        if not got:
+            break
+        done += got
+    return done
