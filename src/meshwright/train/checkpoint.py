@@ -78,15 +78,19 @@ class Saver:
         self._group = mesh.storage_group()
         self._running: _Save | None = None
 
-    def save(self, step: int, meta: Mapping[str, Any]) -> Saved | None:
-        """Begin to save `step` with `meta`, which must be JSON; returns how the save before ended, if there was one."""
+    def save(self, step: int, meta: Mapping[str, Any], *, background: bool = True) -> Saved | None:
+        """Begin to save `step` with `meta`, which must be JSON; returns how the save before ended, if there was one.
+
+        With background=False, for a caller who waits in any case, it is over on return and nothing is copied.
+        """
         former = self.wait()
+        background = background and self.background
         began = time.perf_counter()
-        parts = self._stage() if self.background else self._parts
+        parts = self._stage() if background else self._parts
         writer = Writer(
             self.folder, step, meta, keep=self.keep, keep_every=self.keep_every, advance=self.mesh.patience.advance
         )
-        self._running = _Save(step, lambda: self._write(writer, parts), began, self.background)
+        self._running = _Save(step, lambda: self._write(writer, parts), began, background)
         return former
 
     def poll(self) -> Saved | None:

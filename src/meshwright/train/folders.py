@@ -65,23 +65,29 @@ def aside(target: Path, what: str = "") -> Path:
 
 
 def put_in_place(prepared: Path, folder: Path, step: int) -> None:
-    """Make the folder `prepared`, whose files are flushed, the checkpoint of `step`. Raises OSError."""
+    """Make the folder `prepared`, whose files are flushed, the checkpoint of `step`, and then let "latest" name it,
+    for whoever looks at the folder from outside. Raises OSError."""
     target, before = place(folder, step), former(folder, step)
-    flush(prepared)
-    again = target.exists()
-    if again:
-        os.rename(target, before)
-    os.rename(prepared, target)
-    flush(folder)
+    pointer = aside(folder / LATEST)
+    try:
+        # Written first: a disk that is full is noticed while nothing has changed.
+        with open(pointer, "w", encoding="utf-8") as file:
+            file.write(f"{target.name}\n")
+            file.flush()
+            os.fsync(file.fileno())
+        flush(prepared)
+        again = target.exists()
+        if again:
+            os.rename(target, before)
+        os.rename(prepared, target)
+        flush(folder)
+        os.rename(pointer, folder / LATEST)
+    except OSError:
+        with contextlib.suppress(OSError):
+            pointer.unlink()
+        raise
     if again:
         remove(before)
-
-
-def point_to(folder: Path, step: int) -> None:
-    """Name the checkpoint of `step` in the file "latest", for whoever looks at the folder from outside."""
-    draft = folder / f".saving-{os.getpid()}-{LATEST}"
-    draft.write_text(f"{place(folder, step).name}\n", encoding="utf-8")
-    os.replace(draft, folder / LATEST)
 
 
 def prune(folder: Path, step: int, keep: int, keep_every: int) -> None:

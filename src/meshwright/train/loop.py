@@ -289,7 +289,7 @@ class Loop:
         self.mesh.blackbox.note("copying a checkpoint")
         about = state.meta(self.trainer, step, self.counts) | {"data": self.prepared.key}
         self.trainer.sharded.settle()  # where a rank's shard is a part of the whole, gathers still write to it
-        self._tell(self.saver.save(step, about))
+        self._tell(self.saver.save(step, about, background=not stopping))
         if stopping or not options.background:
             self._tell(self.saver.wait(), stopping)
 

@@ -4,11 +4,11 @@
      "files": {"rank-00000.safetensors": 1234, …},                         bytes of each
      "tensors": {"model/lm_head.weight": {"dtype": "F32", "shape": [101, 6],
         "boxes": [{"offsets": [0, 0], "sizes": [50, 6], "file": "rank-00000.safetensors",
-                   "key": "model/lm_head.weight@0,0", "start": 512, "crc32": [305419896]}, …]}},
+                   "key": "model/lm_head.weight@0,0", "start": 512, "sums": [305419896]}, …]}},
      "crc32": 2271560481}                                                   of all the rest
 
 Names are the public (Hugging Face) ones behind the kind: model, exp_avg, exp_avg_sq. A box is one safetensors key;
-`start` is where its bytes begin in the file, and `crc32` has one for each block of them.
+`start` is where its bytes begin in the file, and `sums` has a checksum (tensorfile.py) for each `block` bytes of them.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from meshwright.spec.errors import RunError
 from meshwright.train.tensorfile import BLOCK, DTYPES, TORCH_DTYPES, Stored
 
 NAME = "manifest.json"
+_FORMER_NAME = "meta.json"  # what stood in its place before version 1
 FORMAT, VERSION = "meshwright checkpoint", 1
 
 
@@ -43,13 +44,13 @@ class StoredBox:
 
     def plain(self) -> dict[str, Any]:
         """As JSON holds it."""
-        place = {"file": self.file, "key": self.key, "start": self.stored.start, "crc32": list(self.stored.crc32)}
+        place = {"file": self.file, "key": self.key, "start": self.stored.start, "sums": list(self.stored.sums)}
         return {"offsets": list(self.box.offsets), "sizes": list(self.box.sizes), **place}
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> StoredBox:
         box = Box(tuple(plain["offsets"]), tuple(plain["sizes"]))
-        return cls(box, plain["file"], plain["key"], Stored(plain["start"], tuple(plain["crc32"])))
+        return cls(box, plain["file"], plain["key"], Stored(plain["start"], tuple(plain["sums"])))
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,8 @@ class Manifest:
         try:
             plain = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
+            if (folder / _FORMER_NAME).exists():
+                raise RunError(f"{folder} is of an older release; this one does not read its format") from error
             raise RunError(f"{path} is missing") from error
         except OSError as error:
             raise RunError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from error

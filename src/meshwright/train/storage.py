@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ from meshwright.train import folders, manifest, tensorfile
 from meshwright.train.manifest import Entry, Manifest, StoredBox
 
 SLAB = 1 << 26
-"""Bytes of a stored box that are spread over a tensor at once, where the part that is wanted is no run of the box."""
+"""Bytes of a stored box that are read at once, where they cannot be read straight to where they belong."""
 
 
 class NotFinite(RunError):
@@ -141,7 +141,6 @@ class Writer(StorageWriter):
                 raise OSError(f"{self._aside / file} is not as long as what was written")
         whole.write(self._aside / manifest.NAME)
         folders.put_in_place(self._aside, self.folder, self.step)
-        folders.point_to(self.folder, self.step)
         folders.prune(self.folder, self.step, self.keep, self.keep_every)
 
     def give_up(self) -> None:
@@ -220,32 +219,42 @@ class Reader(StorageReader):
 
     def _read(self, stream: Any, stored: StoredBox, dtype: torch.dtype, part: Box, target: Tensor) -> None:
         """Elements `part` of the stored box (offsets within it) into `target`, of the part's sizes."""
-        item, sizes = dtype.itemsize, stored.box.sizes
+        item, strides = dtype.itemsize, _strides(stored.box.sizes)
         nbytes = stored.box.numel * item
-        for rows, first, count in _slabs(sizes, part, max(SLAB // item, 1)):
-            into = target if rows is None else target[rows]
-            if into.numel() == count and into.is_contiguous() and into.dtype == dtype:
-                self._reader.read(stream, stored.stored, nbytes, first * item, _as_bytes(into))
-                continue
-            span = torch.empty(count, dtype=dtype)
-            self._reader.read(stream, stored.stored, nbytes, first * item, _as_bytes(span))
-            into.copy_(span.as_strided(into.shape, _strides(sizes)))
+        first, span = _run(part, strides)
+        if span == part.numel and target.is_contiguous() and target.dtype == dtype:
+            self._reader.read(stream, stored.stored, nbytes, first * item, _as_bytes(target))
+            return
+        for box in _slabs(part, strides, max(SLAB // item, 1)):
+            first, span = _run(box, strides)
+            elements = torch.empty(span, dtype=dtype)
+            self._reader.read(stream, stored.stored, nbytes, first * item, _as_bytes(elements))
+            into = target
+            for dim, (offset, origin, size) in enumerate(zip(box.offsets, part.offsets, box.sizes, strict=True)):
+                into = into.narrow(dim, offset - origin, size)
+            into.copy_(elements.as_strided(into.shape, strides))
 
 
-def _slabs(sizes: tuple[int, ...], part: Box, most: int) -> Any:
-    """`part` of a C-order box of `sizes`, as (rows of the part or None for all, first element, elements from the first
-    to the last) of runs of at most `most` elements, or of one row."""
-    strides = _strides(sizes)
+def _run(part: Box, strides: tuple[int, ...]) -> tuple[int, int]:
+    """The first element of `part` of a box with `strides`, and how many there are from it to the last."""
     first = sum(o * s for o, s in zip(part.offsets, strides, strict=True))
-    span = 1 + sum((n - 1) * s for n, s in zip(part.sizes, strides, strict=True))
-    if span <= most or not sizes or span == part.numel:
-        yield None, first, span
+    return first, 1 + sum((n - 1) * s for n, s in zip(part.sizes, strides, strict=True))
+
+
+def _slabs(part: Box, strides: tuple[int, ...], most: int) -> Iterator[Box]:
+    """`part` in boxes that span at most `most` elements of the box that it is of."""
+    _, span = _run(part, strides)
+    # The first dimension with more than one element is cut; where a single one of it is too much, the next.
+    dim = next((d for d, size in enumerate(part.sizes) if size > 1), None)
+    if span <= most or dim is None:
+        yield part
         return
-    row = 1 + sum((n - 1) * s for n, s in zip(part.sizes[1:], strides[1:], strict=True))
-    together = max(1, (most - row) // strides[0] + 1)
-    for start in range(0, part.sizes[0], together):
-        rows = min(together, part.sizes[0] - start)
-        yield slice(start, start + rows), first + start * strides[0], (rows - 1) * strides[0] + row
+    together = max(1, 1 + (most - 1 - (span - 1 - (part.sizes[dim] - 1) * strides[dim])) // strides[dim])
+    for start in range(0, part.sizes[dim], together):
+        offsets, sizes = list(part.offsets), list(part.sizes)
+        offsets[dim] += start
+        sizes[dim] = min(together, part.sizes[dim] - start)
+        yield from _slabs(Box(tuple(offsets), tuple(sizes)), strides, most)
 
 
 def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
