@@ -102,7 +102,7 @@ class Loop:
             if step < 0:
                 self._set_aside(after=-1)
                 return 0
-            wrong = self._load(folders.path(self.checkpoints, step))
+            wrong = self._load(folders.path(self.checkpoints, step), step)
             if wrong is None:
                 return step
             if self.run_spec.checkpoint.resume != "auto":
@@ -111,13 +111,15 @@ class Loop:
             skipped.append(wrong)
             self._warn_passed_over(wrong)
 
-    def _load(self, where: Path) -> str | None:
-        """Take over a checkpoint; returns in words what is damaged in it, the same on all ranks, None if nothing is."""
+    def _load(self, where: Path, step: int) -> str | None:
+        """Take over the checkpoint of `step`; returns in words what is wrong with it, the same on all ranks, or None."""
         world, device = self.mesh.world_group, self.mesh.device
         self.mesh.blackbox.note("reading a checkpoint")
         found, error = None, None
         try:
             found = checkpoint.manifest_of(where)
+            if found.meta["step"] != step:
+                raise RunError(f"{where} holds step {found.meta['step']}: somebody has renamed it")
         except RunError as exc:
             error = exc
         wrong = first_error(world, device, error)
