@@ -140,6 +140,9 @@ class Loop:
         self._set_aside(after=step)
         self.counts = state.Counts.of(about)
         self.saved_updates = self.trainer.optimizer.steps
+        if source := about.get("imported"):
+            self.progress.message(f"begins with the weights of {source}")
+            return  # nobody has chosen the options of that checkpoint, and none of the data is used
         self.progress.message(f"resumed after step {step} from {where.parent}")
         changes = state.changed_options(self.run_spec, about)
         if about.get("data", self.prepared.key) != self.prepared.key:

@@ -9,9 +9,10 @@ disk shows as a signal and not as an error.
 from __future__ import annotations
 
 import json
+import math
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -42,6 +43,24 @@ class Damaged(Exception):
     """Bytes are not those that were written."""
 
 
+@dataclass(frozen=True)
+class Stream:
+    """A tensor that is written without being in memory as a whole.
+
+    runs: makes its elements anew, in C order, as consecutive parts on any device; each but the last has a multiple of
+    BLOCK bytes.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    runs: Callable[[], Iterator[Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
 def write(
     path: Path, tensors: Sequence[tuple[str, Tensor]], advance: Callable[[], None] = lambda: None
 ) -> tuple[int, dict[str, Stored]]:
@@ -50,44 +69,65 @@ def write(
     `advance` is called after each block. Returns the file's bytes and where each tensor lies. Takes memory only for a
     tensor that is not contiguous or not on the CPU. Raises OSError, and KeyError for a dtype that the format lacks.
     """
+    return write_streams(path, [_stream(name, tensor) for name, tensor in tensors], advance)
+
+
+def _stream(name: str, tensor: Tensor) -> Stream:
+    return Stream(name, tensor.dtype, tuple(tensor.shape), lambda: iter((tensor.detach().cpu().contiguous(),)))
+
+
+def write_streams(
+    path: Path,
+    streams: Sequence[Stream],
+    advance: Callable[[], None] = lambda: None,
+    metadata: Mapping[str, str] | None = None,
+) -> tuple[int, dict[str, Stored]]:
+    """The same for tensors that come in parts. metadata: goes into the file's header."""
     # Wide items first keep every tensor aligned to its item, which readers ask for.
-    ordered = sorted(tensors, key=lambda pair: (-pair[1].element_size(), pair[0]))
+    ordered = sorted(streams, key=lambda stream: (-stream.dtype.itemsize, stream.name))
     stored: dict[str, Stored] = {}
     flushed = 0
-    with open(path, "wb") as stream:
-        stream.write(_header(ordered))
-        for name, tensor in ordered:
-            start = stream.tell()
+    with open(path, "wb") as file:
+        file.write(_header(ordered, metadata))
+        for stream in ordered:
+            start = file.tell()
             sums = []
-            for block in _blocks(tensor):
+            for block in _blocks(stream):
                 sums.append(zlib.crc32(block))
-                stream.write(block)
-                if stream.tell() - flushed >= _FLUSH_EVERY:
-                    stream.flush()
-                    os.fdatasync(stream.fileno())
-                    flushed = stream.tell()
+                file.write(block)
+                if file.tell() - flushed >= _FLUSH_EVERY:
+                    file.flush()
+                    os.fdatasync(file.fileno())
+                    flushed = file.tell()
                 advance()
-            stored[name] = Stored(start, tuple(sums))
-        size = stream.tell()
-        stream.flush()
-        os.fsync(stream.fileno())
+            assert file.tell() - start == stream.nbytes, stream.name
+            stored[stream.name] = Stored(start, tuple(sums))
+        size = file.tell()
+        file.flush()
+        os.fsync(file.fileno())
     return size, stored
 
 
-def _header(tensors: Sequence[tuple[str, Tensor]]) -> bytes:
-    entries, end = {}, 0
-    for name, tensor in tensors:
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+def _header(streams: Sequence[Stream], metadata: Mapping[str, str] | None) -> bytes:
+    entries: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    end = 0
+    for stream in streams:
+        start, end = end, end + stream.nbytes
+        about = {"dtype": DTYPES[stream.dtype], "shape": list(stream.shape), "data_offsets": [start, end]}
+        entries[stream.name] = about
     words = json.dumps(entries).encode()
     words += b" " * (-len(words) % _ALIGN)
     return len(words).to_bytes(8, "little") + words
 
 
-def _blocks(tensor: Tensor) -> Iterator[memoryview]:
-    content = _bytes(tensor.detach().cpu().contiguous())
-    for start in range(0, len(content), BLOCK):
-        yield content[start : start + BLOCK]
+def _blocks(stream: Stream) -> Iterator[memoryview]:
+    part = 0
+    for run in stream.runs():
+        assert part % BLOCK == 0 and run.dtype == stream.dtype, stream.name
+        content = _bytes(run.cpu())
+        part = len(content)
+        for start in range(0, part, BLOCK):
+            yield content[start : start + BLOCK]
 
 
 def _bytes(contiguous: Tensor) -> memoryview:
