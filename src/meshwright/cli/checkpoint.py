@@ -148,9 +148,7 @@ def import_(folder: Path, out: Path, fields: tuple[str, ...], quiet: bool, debug
     if done.passed_over:
         say(f"passed over {_count(len(done.passed_over), 'tensor')} that config.json implies, as {done.passed_over[0]}")
     click.echo(f"{done.parameters:,} parameters of {folder} are step 0 of {done.where.parent}; train them with")
-    tokenizer = folder / "tokenizer.json"
-    words = [*done.fields, *([f"data.tokenizer={tokenizer}"] if tokenizer.is_file() else [])]
-    click.echo(f"  meshwright train {' '.join(map(shlex.quote, words))} data.path=… optimizer.lr=…")
+    click.echo(f"  meshwright train {' '.join(map(shlex.quote, done.fields))} data.path=… optimizer.lr=…")
 
 
 def _count(number: int, what: str) -> str:

@@ -42,7 +42,7 @@ Advance = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Imported:
-    """where: the checkpoint. fields: what `meshwright train` needs to be told beside data, as key=value."""
+    """where: the checkpoint. fields: what `meshwright train` needs to be told beside the text, as key=value."""
 
     where: Path
     run: RunSpec
@@ -63,7 +63,7 @@ def import_folder(
     found = weights(folder)
     integer = next((name for name, weight in found.items() if not weight.dtype.is_floating_point), None)
     chosen = _fields(folder, found, fields)
-    run = _run(chosen, out)
+    run = _run(chosen, folder, out)
     matched = names.match(run.model, {name: weight.shape for name, weight in found.items()}, str(folder))
     if integer is not None and integer not in matched.passed_over:
         raise UserError(f"{folder}: {integer} is of dtype {found[integer].dtype}; give float weights")
@@ -98,19 +98,16 @@ def _fields(folder: Path, found: Mapping[str, Weight], fields: Sequence[str]) ->
     return [f"model={config}", *fields, *own]
 
 
-def _run(chosen: Sequence[str], out: Path) -> RunSpec:
-    """The run that the checkpoint is of, everything but model and precision at its default where the model allows."""
+def _run(chosen: Sequence[str], folder: Path, out: Path) -> RunSpec:
+    """The run that the checkpoint is of: the folder's tokenizer, all else at its default where the model allows."""
     model, *others = chosen
     # In quotes, so that no character of a path means anything; attention as any model can have it.
     quoted = f"model={json.dumps(model.removeprefix('model='))}"
-    widest = "data.seq_len=1"
-    run = load_run(None, [quoted, *others, f"out={json.dumps(str(out))}", "attention=explicit", widest])
-    return run.model_copy(
-        update={
-            "attention": "explicit" if run.model.attn_dropout else "sdpa",
-            "data": run.data.model_copy(update={"seq_len": _seq_len(run.model)}),
-        }
-    )
+    run = load_run(None, [quoted, *others, f"out={json.dumps(str(out))}", "attention=explicit", "data.seq_len=1"])
+    own = folder / "tokenizer.json"
+    data = {"seq_len": _seq_len(run.model)} | ({"tokenizer": str(own)} if own.is_file() else {})
+    attention = "explicit" if run.model.attn_dropout else "sdpa"
+    return run.model_copy(update={"attention": attention, "data": run.data.model_copy(update=data)})
 
 
 def _seq_len(spec: ModelSpec) -> int:
@@ -119,8 +116,10 @@ def _seq_len(spec: ModelSpec) -> int:
 
 
 def _needed(run: RunSpec) -> Iterator[str]:
-    """Fields without which the model cannot be trained at all."""
+    """Fields without which the model cannot be trained, or not on its own tokens."""
     default = RunSpec()
+    if run.data.tokenizer != default.data.tokenizer:
+        yield f"data.tokenizer={run.data.tokenizer}"
     if run.data.seq_len != default.data.seq_len:
         yield f"data.seq_len={run.data.seq_len}"
     if run.attention != default.attention:
