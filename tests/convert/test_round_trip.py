@@ -56,6 +56,16 @@ def test_import_then_export_is_bitwise(tmp_path, name, dtype):
     assert not differ, {key: (there[key], here.get(key)) for key in differ}
 
 
+def test_config_for_programs_that_read_the_older_keys(tmp_path):
+    """Base and scaling of rotary positions also stand where transformers 4 looks for them."""
+    make(tmp_path / "in", CONFIGS["llama"])
+    import_folder(tmp_path / "in", tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "out", dtype="bf16")
+    found, wanted = settings(tmp_path / "out"), dict(CONFIGS["llama"]["rope_parameters"])
+    assert found["rope_theta"] == wanted.pop("rope_theta") and found["rope_scaling"] == wanted
+    assert (found["torch_dtype"], found["architectures"]) == ("bfloat16", ["LlamaForCausalLM"])
+
+
 @pytest.mark.parametrize(
     ("name", "dp", "zero"),
     [("gpt2", 2, 0), ("gpt2", 3, 3), ("llama", 3, 1), ("qwen2", 2, 2), ("qwen3", 2, 3), ("mistral", 3, 0)],

@@ -46,7 +46,7 @@ def command() -> None:
     """
 
 
-@command.command("inspect")
+@command.command("inspect", short_help="What is in a checkpoint.")
 @_PATH
 @click.option("--json", "as_json", is_flag=True, help="Print everything for a program.")
 @click.option("-v", "--verbose", is_flag=True, help="Give every tensor its line, and list the files.")
@@ -69,7 +69,7 @@ def inspect(path: Path, as_json: bool, verbose: bool, debug: bool) -> None:
         out.print(part)
 
 
-@command.command("verify")
+@command.command("verify", short_help="Whether every byte of it is as it was written.")
 @_PATH
 @_QUIET
 @_DEBUG
@@ -88,7 +88,7 @@ def verify(path: Path, quiet: bool, debug: bool) -> int:
     return ANSWER_NO if verdict.findings else OK
 
 
-@command.command("export")
+@command.command("export", short_help="Its weights as a Hugging Face folder.")
 @_PATH
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16", "float64"]), help="Of the weights; else the run's.")
@@ -123,7 +123,7 @@ def export(
     click.echo(f"exported {done.where}")
 
 
-@command.command("import")
+@command.command("import", short_help="A Hugging Face folder's weights as step 0 of a run.")
 @click.argument("folder", metavar="HF_FOLDER", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
 @click.argument("fields", nargs=-1, metavar="[key=value]...")

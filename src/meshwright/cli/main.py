@@ -19,7 +19,7 @@ COMMANDS = {
     "train": "Train a model, on several ranks.",
     "predict": "Tell what a run will hold, move and compute; starts nothing.",
     "verify": "Prove that a layout computes what one device computes.",
-    "checkpoint": "Look into checkpoints, check them, and carry them from and to Hugging Face.",
+    "checkpoint": "Look into checkpoints, check, export and import them.",
 }
 
 
