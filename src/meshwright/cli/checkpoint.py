@@ -43,6 +43,8 @@ def command() -> None:
     meshwright checkpoint verify runs/demo                       whether every byte of it is as it was written
     meshwright checkpoint export runs/demo exported              for transformers and all that reads its folders
     meshwright checkpoint import Qwen3-0.6B runs/tuned           so that a run begins with these weights
+
+    Exit codes: 0 done, 1 damaged or failed, 2 wrong input, 3 verify found damage.
     """
 
 
