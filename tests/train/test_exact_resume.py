@@ -86,7 +86,12 @@ def weights(out: str) -> dict[str, torch.Tensor]:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("world", "options"),
-    [(2, ()), (3, ("layout.zero=1",)), (2, ("layout.zero=3", "precision=fp16")), (2, ("layout.zero=2", "precision=bf16"))],
+    [
+        (2, ()),
+        (3, ("layout.zero=1",)),
+        (2, ("layout.zero=3", "precision=fp16")),
+        (2, ("layout.zero=2", "precision=bf16")),
+    ],
     ids=["zero 0", "zero 1", "zero 3, fp16", "zero 2, bf16"],
 )  # fmt: skip
 def test_stopped_at_any_step(folder, ranks, world, options):

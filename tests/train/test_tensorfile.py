@@ -13,7 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from meshwright.train import tensorfile
-from meshwright.train.tensorfile import COLUMNS, Damaged, Reader, checksum
+from meshwright.train.checksum import COLUMNS, checksum
+from meshwright.train.tensorfile import Damaged, Reader
 
 DTYPES = list(tensorfile.DTYPES)
 

@@ -47,6 +47,11 @@ def steps(folder: Path) -> list[int]:
     return sorted({int(match[1]) for match in map(_NAME.fullmatch, names) if match})
 
 
+def is_checkpoint(folder: Path) -> bool:
+    """Whether the name of `folder` says that it is, or was, a checkpoint."""
+    return _NAME.search(folder.name) is not None
+
+
 def check_resume(run: RunSpec) -> None:
     """Raise UserError where `checkpoint.resume` is a step that has no checkpoint."""
     folder, resume = Path(run.out) / "checkpoints", run.checkpoint.resume
@@ -128,7 +133,7 @@ def remove(where: Path) -> None:
 def clear_leftovers(folder: Path) -> None:
     """Finish what processes that died have begun; leave alone what belongs to one that lives."""
     for entry in folder.iterdir():
-        if (match := _ASIDE.fullmatch(entry.name)) and not _lives(int(match[1])):
+        if (match := _ASIDE.fullmatch(entry.name)) and not lives(int(match[1])):
             if entry.is_dir():
                 shutil.rmtree(entry, ignore_errors=True)
             else:
@@ -142,7 +147,7 @@ def clear_leftovers(folder: Path) -> None:
                 os.rename(before, here)
 
 
-def _lives(process: int) -> bool:
+def lives(process: int) -> bool:
     """Whether another process of this number is there: what this one left over is of a save that failed."""
     if process == os.getpid():
         return False

@@ -112,7 +112,7 @@ class Loop:
             self._warn_passed_over(wrong)
 
     def _load(self, where: Path, step: int) -> str | None:
-        """Take over the checkpoint of `step`; returns in words what is wrong with it, the same on all ranks, or None."""
+        """Take over the checkpoint of `step`; returns in words what is wrong with it, the same on all ranks."""
         world, device = self.mesh.world_group, self.mesh.device
         self.mesh.blackbox.note("reading a checkpoint")
         found, error = None, None
@@ -142,6 +142,9 @@ class Loop:
         self._set_aside(after=step)
         self.counts = state.Counts.of(about)
         self.saved_updates = self.trainer.optimizer.steps
+        if source := about.get("imported"):
+            self.progress.message(f"begins with the weights of {source}")
+            return  # nobody has chosen the options of that checkpoint, and none of the data is used
         self.progress.message(f"resumed after step {step} from {where.parent}")
         changes = state.changed_options(self.run_spec, about)
         if about.get("data", self.prepared.key) != self.prepared.key:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,11 +25,9 @@ import torch
 
 from meshwright.spec.boxes import Box, uncovered
 from meshwright.spec.errors import RunError
+from meshwright.train import manifestfile
+from meshwright.train.manifestfile import FORMAT, NAME, VERSION
 from meshwright.train.tensorfile import BLOCK, DTYPES, TORCH_DTYPES, Stored
-
-NAME = "manifest.json"
-_FORMER_NAME = "meta.json"  # what stood in its place before version 1
-FORMAT, VERSION = "meshwright checkpoint", 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +83,7 @@ class Manifest:
         """Write it as JSON and flush it to the disk. Raises OSError."""
         plain = self._plain()
         with open(path, "w", encoding="utf-8") as file:
-            json.dump(plain | {"crc32": _checksum(plain)}, file)
+            json.dump(plain | {"crc32": manifestfile.checksum(plain)}, file)
             file.flush()
             os.fsync(file.fileno())
 
@@ -105,31 +102,12 @@ class Manifest:
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         """That of the checkpoint in `folder`. Raises RunError naming the file where it is missing or damaged."""
-        path = folder / NAME
-        try:
-            plain = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
-            if (folder / _FORMER_NAME).exists():
-                raise RunError(f"{folder} is of an older release; this one does not read its format") from error
-            raise RunError(f"{path} is missing") from error
-        except OSError as error:
-            raise RunError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from error
-        except ValueError as error:
-            raise RunError(f"{path} is damaged: it is not what was written") from error
-        if not isinstance(plain, dict) or plain.get("format") != FORMAT or "crc32" not in plain:
-            raise RunError(f"{path} is damaged: it is not what was written")
-        if plain.pop("crc32") != _checksum(plain):
-            raise RunError(f"{path} is damaged: its checksum is not what was written")
-        if plain["version"] != VERSION or plain["block"] != BLOCK:
-            raise RunError(f"{path} is of version {plain['version']} of the format; this release reads {VERSION}")
+        plain = manifestfile.read(folder)
+        if plain["block"] != BLOCK:
+            raise RunError(f"{folder / NAME} has checksums of {plain['block']} bytes; this release reads {BLOCK}")
         return cls(plain["meta"], plain["files"], {name: _entry(about) for name, about in plain["tensors"].items()})
 
 
 def _entry(about: Mapping[str, Any]) -> Entry:
     boxes = tuple(map(StoredBox.of, about["boxes"]))
     return Entry(TORCH_DTYPES[about["dtype"]], tuple(about["shape"]), boxes)
-
-
-def _checksum(plain: Mapping[str, Any]) -> int:
-    """CRC-32 of what JSON makes of it, whatever the order of its keys."""
-    return zlib.crc32(json.dumps(json.loads(json.dumps(plain)), sort_keys=True).encode())

@@ -9,17 +9,18 @@ disk shows as a signal and not as an error.
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-import numpy as np
 import torch
 from torch import Tensor
+
+from meshwright.train.checksum import checksum
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -28,8 +29,6 @@ DTYPES = {
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 BLOCK = 1 << 22
 """Bytes of a tensor under one checksum: what must be read to trust a part of it."""
-COLUMNS = 1031
-"""Columns of a checksum, a prime larger than the pages (4 KiB) of a block, so that no two pages fall on the same."""
 _ALIGN = 8
 _FLUSH_EVERY = 1 << 26  # bytes; so that the last flush, which tells of no advance, has little to do on a slow disk
 
@@ -46,20 +45,22 @@ class Damaged(Exception):
     """Bytes are not those that were written."""
 
 
-def checksum(block: memoryview) -> int:
-    """CRC-32 of a block's column sums: of its 4-byte little-endian words in rows of COLUMNS, modulo 2³².
+@dataclass(frozen=True)
+class Stream:
+    """A tensor that is written without being in memory as a whole.
 
-    The last word is filled up with zeros. Six times as fast as a CRC-32 of all bytes, and what a disk does to a block
-    changes it as surely: see docs/decisions/checksums.md.
+    runs: makes its elements anew, in C order, as consecutive parts on any device; each but the last has a multiple of
+    BLOCK bytes.
     """
-    words = np.frombuffer(block, dtype="<u4", count=len(block) // 4)
-    rows = len(words) // COLUMNS
-    sums = words[: rows * COLUMNS].reshape(rows, COLUMNS).sum(axis=0, dtype="<u4")
-    rest = words[rows * COLUMNS :]
-    sums[: len(rest)] += rest
-    if last := bytes(block[len(words) * 4 :]):
-        sums[len(rest) : len(rest) + 1] += np.frombuffer(last.ljust(4, b"\0"), dtype="<u4")
-    return zlib.crc32(sums)
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    runs: Callable[[], Iterator[Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def write(
@@ -70,23 +71,38 @@ def write(
     `advance` is called after each block. Returns the file's bytes and where each tensor lies. Takes memory only for a
     tensor that is not contiguous or not on the CPU. Raises OSError, and KeyError for a dtype that the format lacks.
     """
+    return write_streams(path, [_stream(name, tensor) for name, tensor in tensors], advance)
+
+
+def _stream(name: str, tensor: Tensor) -> Stream:
+    return Stream(name, tensor.dtype, tuple(tensor.shape), lambda: iter((tensor.detach().cpu().contiguous(),)))
+
+
+def write_streams(
+    path: Path,
+    streams: Sequence[Stream],
+    advance: Callable[[], None] = lambda: None,
+    metadata: Mapping[str, str] | None = None,
+) -> tuple[int, dict[str, Stored]]:
+    """The same for tensors that come in parts. metadata: goes into the file's header."""
     # Wide items first keep every tensor aligned to its item, which readers ask for.
-    ordered = sorted(tensors, key=lambda pair: (-pair[1].element_size(), pair[0]))
+    ordered = sorted(streams, key=lambda stream: (-stream.dtype.itemsize, stream.name))
     stored: dict[str, Stored] = {}
-    with open(path, "wb", buffering=0) as stream, _Flushing(stream.fileno()) as flushing:
-        _put(stream, memoryview(_header(ordered)))
-        for name, tensor in ordered:
-            start = stream.tell()
+    with open(path, "wb", buffering=0) as file, _Flushing(file.fileno()) as flushing:
+        _put(file, memoryview(_header(ordered, metadata)))
+        for stream in ordered:
+            start = file.tell()
             sums = []
-            for block in _blocks(tensor):
+            for block in _blocks(stream):
                 sums.append(checksum(block))
-                _put(stream, block)
+                _put(file, block)
                 flushing.written(len(block))
                 advance()
-            stored[name] = Stored(start, tuple(sums))
-        size = stream.tell()
+            assert file.tell() - start == stream.nbytes, stream.name
+            stored[stream.name] = Stored(start, tuple(sums))
+        size = file.tell()
         flushing.join()
-        os.fsync(stream.fileno())
+        os.fsync(file.fileno())
     return size, stored
 
 
@@ -132,20 +148,26 @@ class _Flushing:
             self._error = error
 
 
-def _header(tensors: Sequence[tuple[str, Tensor]]) -> bytes:
-    entries, end = {}, 0
-    for name, tensor in tensors:
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+def _header(streams: Sequence[Stream], metadata: Mapping[str, str] | None) -> bytes:
+    entries: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    end = 0
+    for stream in streams:
+        start, end = end, end + stream.nbytes
+        about = {"dtype": DTYPES[stream.dtype], "shape": list(stream.shape), "data_offsets": [start, end]}
+        entries[stream.name] = about
     words = json.dumps(entries).encode()
     words += b" " * (-len(words) % _ALIGN)
     return len(words).to_bytes(8, "little") + words
 
 
-def _blocks(tensor: Tensor) -> Iterator[memoryview]:
-    content = _bytes(tensor.detach().cpu().contiguous())
-    for start in range(0, len(content), BLOCK):
-        yield content[start : start + BLOCK]
+def _blocks(stream: Stream) -> Iterator[memoryview]:
+    part = 0
+    for run in stream.runs():
+        assert part % BLOCK == 0 and run.dtype == stream.dtype, stream.name
+        content = _bytes(run.cpu())
+        part = len(content)
+        for start in range(0, part, BLOCK):
+            yield content[start : start + BLOCK]
 
 
 def _bytes(contiguous: Tensor) -> memoryview:
