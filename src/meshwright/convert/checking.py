@@ -126,13 +126,14 @@ def _header_differs(file: BinaryIO, length: int, places: list[_Place]) -> str | 
 
 
 def _box_damage(path: Path, file: BinaryIO, place: _Place, block: int) -> Iterator[str | int]:
-    start, left, sums = place.plain["start"], place.nbytes, place.plain["crc32"]
+    start, left, sums = place.plain["start"], place.nbytes, place.plain["sums"]
     file.seek(start)
     bad = 0 if len(sums) == -(-left // block) else len(sums)
     for wanted in sums:
         content = _exactly(file, min(block, left))
-        left -= len(content)
-        bad += checksum(content) != wanted
+        # Nothing at all sums up like zeros, which moments may well be.
+        bad += len(content) < min(block, left) or checksum(content) != wanted
+        left -= min(block, left)
         yield len(content)
     if bad:
         yield f"{path} is damaged: {place}: {bad} of {len(sums)} blocks are not what was written"
