@@ -186,7 +186,7 @@ def test_damaged_checkpoints_never_begin_a_run_anew_unasked(folder, ranks):
     ranks.run(2, life, run_of("steps=3"), folder)
     damage(3)
     (_, _, said), _ = ranks.run(2, life, run_of("steps=3"), folder)
-    assert any("passed over a damaged checkpoint: run/checkpoints/step-00000003" in line for line in said)
+    assert any("passed over a checkpoint that is not whole: run/checkpoints/step-00000003" in line for line in said)
     assert any("resumed after step 2" in line for line in said)
     damage(2)
     damage(3)

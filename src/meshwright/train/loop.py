@@ -112,7 +112,7 @@ class Loop:
             self._warn_passed_over(wrong)
 
     def _load(self, where: Path, step: int) -> str | None:
-        """Take over the checkpoint of `step`; returns in words what is wrong with it, the same on all ranks, or None."""
+        """Take over the checkpoint of `step`; returns in words what is wrong with it, on all ranks alike, or None."""
         world, device = self.mesh.world_group, self.mesh.device
         self.mesh.blackbox.note("reading a checkpoint")
         found, error = None, None
@@ -177,7 +177,7 @@ class Loop:
         return newest.step
 
     def _warn_passed_over(self, wrong: str) -> None:
-        self.progress.message(f"warning: passed over a damaged checkpoint: {wrong}")
+        self.progress.message(f"warning: passed over a checkpoint that is not whole: {wrong}")
 
     def _set_aside(self, after: int) -> None:
         """Keep checkpoints that this run does not go on from out of its way; none is removed."""

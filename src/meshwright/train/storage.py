@@ -223,12 +223,12 @@ class Reader(StorageReader):
         nbytes = stored.box.numel * item
         first, span = _run(part, strides)
         if span == part.numel and target.is_contiguous() and target.dtype == dtype:
-            self._reader.read(stream, stored.stored, nbytes, first * item, _as_bytes(target))
+            self._reader.read(stream, stored.stored, nbytes, first * item, tensorfile.as_bytes(target))
             return
         for box in _slabs(part, strides, max(SLAB // item, 1)):
             first, span = _run(box, strides)
             elements = torch.empty(span, dtype=dtype)
-            self._reader.read(stream, stored.stored, nbytes, first * item, _as_bytes(elements))
+            self._reader.read(stream, stored.stored, nbytes, first * item, tensorfile.as_bytes(elements))
             into = target
             for dim, (offset, origin, size) in enumerate(zip(box.offsets, part.offsets, box.sizes, strict=True)):
                 into = into.narrow(dim, offset - origin, size)
@@ -263,10 +263,6 @@ def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= size
     return tuple(reversed(strides))
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _box(item: WriteItem) -> Box:

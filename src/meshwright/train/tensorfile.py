@@ -143,13 +143,15 @@ def _header(tensors: Sequence[tuple[str, Tensor]]) -> bytes:
 
 
 def _blocks(tensor: Tensor) -> Iterator[memoryview]:
-    content = _bytes(tensor.detach().cpu().contiguous())
+    content = memoryview(as_bytes(tensor.detach().cpu().contiguous()).numpy())
     for start in range(0, len(content), BLOCK):
         yield content[start : start + BLOCK]
 
 
-def _bytes(contiguous: Tensor) -> memoryview:
-    return memoryview(contiguous.reshape(-1).view(torch.uint8).numpy())
+def as_bytes(contiguous: Tensor) -> Tensor:
+    """A contiguous tensor as uint8, 1-dim; a view."""
+    # One element is contiguous whatever its strides, which `view` minds.
+    return contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8)
 
 
 def _put(stream: BinaryIO, content: memoryview) -> None:
