@@ -56,7 +56,8 @@ def life(mesh, run: RunSpec, stop_after: int | None) -> list[tuple]:
 
     def count(step, totals, update):
         record(step, totals, update)
-        told.append((step, tuple(taken), update.lr, totals.loss, update.grad_norm, update.skipped, scale.value))
+        norm = repr(update.grad_norm)  # which equals itself though it be no number
+        told.append((step, tuple(taken), update.lr, totals.loss, norm, update.skipped, scale.value))
         taken.clear()
         if step + 2 == stop_after and mesh.rank == mesh.world - 1:
             stop.requested = signal.SIGINT

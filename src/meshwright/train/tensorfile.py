@@ -13,6 +13,7 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -63,27 +64,37 @@ def checksum(block: memoryview) -> int:
 
 
 def write(
-    path: Path, tensors: Sequence[tuple[str, Tensor]], advance: Callable[[], None] = lambda: None
+    path: Path,
+    tensors: Sequence[tuple[str, Tensor]],
+    advance: Callable[[], None] = lambda: None,
+    check: Callable[[str, Tensor], None] = lambda name, tensor: None,
 ) -> tuple[int, dict[str, Stored]]:
     """Write `tensors` by name, on any device and with any strides, and flush them to the disk.
 
-    `advance` is called after each block. Returns the file's bytes and where each tensor lies. Takes memory only for a
-    tensor that is not contiguous or not on the CPU. Raises OSError, and KeyError for a dtype that the format lacks.
+    `advance` is called after each block; `check` of each tensor, in a thread, may raise what ends the writing. Returns
+    the file's bytes and where each tensor lies. Takes memory only for a tensor that is not contiguous or not on the
+    CPU. Raises OSError, and KeyError for a dtype that the format lacks.
     """
     # Wide items first keep every tensor aligned to its item, which readers ask for.
     ordered = sorted(tensors, key=lambda pair: (-pair[1].element_size(), pair[0]))
     stored: dict[str, Stored] = {}
-    with open(path, "wb", buffering=0) as stream, _Flushing(stream.fileno()) as flushing:
+    with (
+        open(path, "wb", buffering=0) as stream,
+        _Flushing(stream.fileno()) as flushing,
+        ThreadPoolExecutor(1, "checksums") as beside,
+    ):
         _put(stream, memoryview(_header(ordered)))
         for name, tensor in ordered:
             start = stream.tell()
+            checked = beside.submit(check, name, tensor)
             sums = []
             for block in _blocks(tensor):
-                sums.append(checksum(block))
+                sums.append(beside.submit(checksum, block))
                 _put(stream, block)
                 flushing.written(len(block))
                 advance()
-            stored[name] = Stored(start, tuple(sums))
+            checked.result()
+            stored[name] = Stored(start, tuple(each.result() for each in sums))
         size = stream.tell()
         flushing.join()
         os.fsync(stream.fileno())
@@ -160,10 +171,21 @@ def _put(stream: BinaryIO, content: memoryview) -> None:
 
 
 class Reader:
-    """Reads parts of stored tensors, each block against its checksum. Holds one block in memory."""
+    """Reads parts of stored tensors, each block against its checksum. Holds one block in memory.
+
+    What is read may be trusted after `settle`: checksums are taken in a thread, while more is read.
+    """
 
     def __init__(self) -> None:
         self._block = torch.empty(BLOCK, dtype=torch.uint8)
+        self._beside = ThreadPoolExecutor(1, "checksums")
+        self._sums: list[tuple[Future[int], int]] = []
+
+    def settle(self) -> None:
+        """Raise Damaged where a checksum of what has been read so far differs."""
+        sums, self._sums = self._sums, []
+        for found, expected in sums:
+            _compare(found.result(), expected)
 
     def read(self, stream: BinaryIO, stored: Stored, nbytes: int, first: int, into: Tensor) -> None:
         """Bytes [first, first + len(into)) of a tensor of `nbytes` bytes into a uint8 tensor on any device.
@@ -181,11 +203,17 @@ class Reader:
             stream.seek(stored.start + start)
             if _fill(stream, content) < stop - start:
                 raise Damaged("it is shorter than what was written")
-            if checksum(content) != stored.sums[number]:
-                raise Damaged("its checksum is not what was written")
-            if not whole:
+            if whole:
+                self._sums.append((self._beside.submit(checksum, content), stored.sums[number]))
+            else:
+                _compare(checksum(content), stored.sums[number])
                 low, high = max(start, first), min(stop, end)
                 into[low - first : high - first].copy_(block[low - start : high - start])
+
+
+def _compare(found: int, expected: int) -> None:
+    if found != expected:
+        raise Damaged("its checksum is not what was written")
 
 
 def _fill(stream: BinaryIO, buffer: memoryview) -> int:
