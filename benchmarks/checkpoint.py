@@ -5,7 +5,9 @@
 Every rank holds its shard of weights and moments (no gradients: they are not saved). In turn, after a barrier each:
 
     synchronous      save, training waits; flushed to the disk when it returns
-    asynchronous     how long `save` keeps the caller (a copy), and from there to the end of writing
+    asynchronous     how long a caller who updates at once must wait (for a copy), and from there to the end of writing
+    a step's         the same where the caller has a forward and backward to do before it updates, as training has:
+                     how much longer these take, and what is then left to wait for
     save_file        safetensors.torch.save_file of the shard as one file a rank, as it is and with a flush after it
     load             checkpoint.read into the shard, checksums compared
     load_file        safetensors.torch.load_file and a copy into the shard (load_file alone only maps the file)
@@ -34,6 +36,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 import race
+from data_parallel import Tokens
 from meshwright.comm.mesh import Mesh
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
@@ -52,8 +55,8 @@ def run_of(ranks: int, zero: int, megabytes: int) -> RunSpec:
     layers = max(1, -(-(megabytes * 10**6 // BYTES_A_PARAMETER - rest) // block))
     return RunSpec(
         model=model.model_copy(update={"layers": layers}),
-        data=Data(seq_len=8),
-        batch=Batch(sequences=ranks, micro=1),
+        data=Data(seq_len=64),
+        batch=Batch(sequences=4 * ranks, micro=4),
         layout=Layout(dp=ranks, zero=zero),
         device="cpu",
     )
@@ -63,6 +66,7 @@ def contest(rank: int, ranks: int, megabytes: int, rounds: int, zero: int, folde
     run = run_of(ranks, zero, megabytes)
     mesh = Mesh.create(run.layout, device=torch.device("cpu"), timeout=600)
     trainer = Trainer(run, mesh)
+    data = Tokens(run.model.vocab, run.batch.sequences, run.data.seq_len)
     saved, held = state.saved_parts(trainer), state.held_parts(trainer)
     size = torch.tensor([sum(part.tensor.nbytes for part in saved)], dtype=torch.int64)
     shard = sum(part.tensor.nbytes for part in held)
@@ -84,12 +88,13 @@ def contest(rank: int, ranks: int, megabytes: int, rounds: int, zero: int, folde
     def clear(name: str) -> None:
         if name.startswith("save_file"):
             plain.unlink(missing_ok=True)
-        elif rank == 0 and name in ("synchronous", "asynchronous: stall"):
+        elif rank == 0 and name in ("synchronous", "asynchronous: stall", "a step beside a save"):
             shutil.rmtree(ours, ignore_errors=True)
         dist.barrier()
 
     def asynchronous() -> None:
         goes_on.save(1, {})
+        goes_on.copied()
 
     def flushed() -> None:
         save_file(tensors, plain)
@@ -105,6 +110,14 @@ def contest(rank: int, ranks: int, megabytes: int, rounds: int, zero: int, folde
     def load_and_copy() -> None:
         for name, tensor in load_file(plain).items():
             tensors[name].copy_(tensor)
+
+    def step() -> None:
+        trainer.accumulate(data, 0)
+
+    def saving_step() -> None:
+        goes_on.save(1, {})
+        trainer.accumulate(data, 0)
+        goes_on.copied()
 
     def finish() -> None:
         ended = goes_on.wait()
@@ -123,6 +136,9 @@ def contest(rank: int, ranks: int, megabytes: int, rounds: int, zero: int, folde
         take("save_file", lambda: save_file(tensors, plain))
         take("asynchronous: stall", asynchronous)
         take("asynchronous: rest", finish)
+        take("a step alone", step)
+        take("a step beside a save", saving_step)
+        finish()
         take("save_file, flushed", flushed)
         found = checkpoint.manifest_of(folders.path(ours, 1))
         take("load", lambda found=found: checkpoint.read(folders.path(ours, 1), held, found))
@@ -169,6 +185,11 @@ def report(
         return f"{wall:.3f} (of computing {busy:.3f})"
 
     print(f"  stall / synchronous: {ratio('asynchronous: stall', 'synchronous')}; the first takes {first:.3f} s")
+    longer = statistics.median(
+        (a - b) / c
+        for a, b, c in zip(times["a step beside a save"], times["a step alone"], times["synchronous"], strict=True)
+    )
+    print(f"  what a step takes longer beside a save / synchronous: {longer:.3f}")
     print(f"  saving, throughput of save_file: {ratio('save_file', 'synchronous')}")
     print(f"  saving, throughput of save_file, flushed: {ratio('save_file, flushed', 'synchronous')}")
     print(f"  loading, throughput of load_file and copy: {ratio('load_file and copy', 'load')}")

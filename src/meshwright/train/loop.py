@@ -204,6 +204,7 @@ class Loop:
             self.mesh.blackbox.step = step + 1
             self.mesh.blackbox.note("computing")  # where no collective follows, an older note would stand
             totals = self.trainer.accumulate(self.data, step, stop=STOP_VALUES.get(self.stop.requested, 0.0))
+            self.saver.copied()  # before what is being saved changes
             update = self.trainer.update(step, totals)
             self._count(step, totals, update)
             seconds = time.perf_counter() - began
@@ -288,7 +289,7 @@ class Loop:
         if updates == self.saved_updates and not stopping and step != self.run_spec.steps:
             return  # steps were skipped: the same weights once more would only push out the checkpoint of others
         self.saved_updates = updates
-        self.mesh.blackbox.note("copying a checkpoint")
+        self.mesh.blackbox.note("beginning a checkpoint")
         about = state.meta(self.trainer, step, self.counts) | {"data": self.prepared.key}
         self.trainer.sharded.settle()  # where a rank's shard is a part of the whole, gathers still write to it
         self._tell(self.saver.save(step, about, background=not stopping))
