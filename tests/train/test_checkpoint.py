@@ -72,9 +72,11 @@ def test_what_is_saved_is_what_was_there_when_it_was_asked_for(tmp_path, monkeyp
     began = time.perf_counter()
     assert one.save(1, {}) is None
     assert one.poll() is None and time.perf_counter() - began < 0.3
+    one.copied()
     weights.fill_(7)
     first = one.save(2, {})
     staged = one._staged[0].tensor.data_ptr()
+    one.copied()
     weights.fill_(9)
     second = one.wait()
     assert (first.step, second.step, first.error, second.error) == (1, 2, None, None)
@@ -84,6 +86,27 @@ def test_what_is_saved_is_what_was_there_when_it_was_asked_for(tmp_path, monkeyp
     assert one.poll().step == 3 and one._staged[0].tensor.data_ptr() == staged
     assert content(tmp_path, 3)["w"].tolist() == [9] * 5
     assert one.poll() is None and one.wait() is None
+
+
+def test_what_is_being_copied_is_waited_for_before_it_changes(tmp_path, monkeypatch):
+    copy = Saver._copy
+
+    def slowly(self):
+        time.sleep(0.2)
+        copy(self)
+
+    monkeypatch.setattr(Saver, "_copy", slowly)
+    weights = torch.zeros(5)
+    one = saver(tmp_path, {"w": weights}, background=True)
+    began = time.perf_counter()
+    one.save(1, {})
+    assert time.perf_counter() - began < 0.2, "training goes on"
+    one.copied()
+    assert time.perf_counter() - began > 0.2
+    weights.fill_(7)
+    ended = one.wait()
+    assert ended.stall > 0.1 and content(tmp_path, 1)["w"].tolist() == [0] * 5
+    one.copied()  # nothing is under way
 
 
 def test_who_waits_in_any_case_needs_no_copy(tmp_path):

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import io
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,33 @@ def unsaved(mesh, run: RunSpec, folder: Path, fails: list[int], who: int) -> tup
         tensorfile.write = write
 
 
+def slow_copies(mesh, run: RunSpec, folder: Path) -> int | str:
+    """The same where copying takes longer than a step."""
+    copy = checkpoint.Saver._copy
+
+    def slowly(self: checkpoint.Saver) -> None:
+        time.sleep(0.2)
+        copy(self)
+
+    checkpoint.Saver._copy = slowly
+    try:
+        return life(mesh, run, folder)[0]
+    finally:
+        checkpoint.Saver._copy = copy
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_a_step_updates_nothing_that_is_still_being_copied(folder, ranks, zero):
+    """Copied slowly, or not at all while training waits: what is saved after each step is the same."""
+    options = (f"layout.zero={zero}", "steps=3", "checkpoint.keep=9")
+    assert ranks.run(2, slow_copies, run_of(*options), folder) == [0, 0]
+    (code, _, _), _ = ranks.run(2, life, run_of(*options, "out=waits", "checkpoint.background=false"), folder)
+    assert code == 0
+    for step in (1, 2, 3):
+        ours, theirs = (checkpoint.load(folders.path(Path(out, "checkpoints"), step))[0] for out in ("run", "waits"))
+        assert all(torch.equal(theirs[name], tensor) for name, tensor in ours.items()), step
+
+
 @pytest.mark.parametrize("background", ["true", "false"])
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_run_whose_last_save_failed_has_failed(folder, ranks, who, background):
@@ -186,7 +214,7 @@ def test_damaged_checkpoints_never_begin_a_run_anew_unasked(folder, ranks):
     ranks.run(2, life, run_of("steps=3"), folder)
     damage(3)
     (_, _, said), _ = ranks.run(2, life, run_of("steps=3"), folder)
-    assert any("passed over a damaged checkpoint: run/checkpoints/step-00000003" in line for line in said)
+    assert any("passed over a checkpoint that is not whole: run/checkpoints/step-00000003" in line for line in said)
     assert any("resumed after step 2" in line for line in said)
     damage(2)
     damage(3)

@@ -47,7 +47,9 @@ def test_the_library_reads_every_dtype_and_shape(tmp_path, monkeypatch, block):
 
 def read(path, stored, into, nbytes=None, first=0):
     with open(path, "rb", buffering=0) as stream:
-        Reader().read(stream, stored, len(into) if nbytes is None else nbytes, first, into)
+        reader = Reader()
+        reader.read(stream, stored, len(into) if nbytes is None else nbytes, first, into)
+        reader.settle()
 
 
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 9))

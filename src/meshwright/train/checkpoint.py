@@ -1,11 +1,12 @@
 """Saving a run while it trains, and finding and reading what was saved.
 
-    training     step 50 │ copy │ step 51 │ step 52 │ …
-    a thread             │      │ write, flush, manifest, rename, pointer, prune │
+    training     step 50 │ forward and backward of step 51 │ update │ step 52 │ …
+    a thread             │ copy │ write, flush, manifest, rename, pointer, prune │
 
-Each rank copies its part of the state into buffers that it keeps, and trains on; a thread writes the copy (storage.py
-has the format, parts.py who writes what). The ranks' threads agree by a process group of their own. A save begins when
-the one before it is over.
+In a thread each rank copies its part of the state into buffers that it keeps, and writes the copy (storage.py has the
+format, parts.py who writes what). Forward and backward change nothing of what is saved, so training waits for the copy
+only before it updates, which it seldom must. The ranks' threads agree by a process group of their own. A save begins
+when the one before it is over.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Saved:
 class Saver:
     """A run's saves below `folder`, on this rank.
 
-    parts: what this rank writes, views of what trains, which must stay where it is. keep: newest checkpoints kept;
+    parts: what this rank writes, views of what trains, which must stay where it is, and between `save` and `copied` as
+    it is. keep: newest checkpoints kept;
     keep_every: steps that it divides are kept beside these, 0 for none. background=False saves while training waits,
     and takes no memory. All ranks make one, and save the same steps.
     """
@@ -81,17 +83,29 @@ class Saver:
     def save(self, step: int, meta: Mapping[str, Any], *, background: bool = True) -> Saved | None:
         """Begin to save `step` with `meta`, which must be JSON; returns how the save before ended, if there was one.
 
-        With background=False, for a caller who waits in any case, it is over on return and nothing is copied.
+        Call `copied` before the parts change. With background=False, for a caller who waits in any case, it is over on
+        return and nothing is copied.
         """
         former = self.wait()
         background = background and self.background
         began = time.perf_counter()
-        parts = self._stage() if background else self._parts
+        parts = self._parts
+        if background:
+            if self._staged is None:
+                self._staged = [replace(part, tensor=_host_buffer(part.tensor)) for part in self._parts]
+            parts = self._staged
         writer = Writer(
             self.folder, step, meta, keep=self.keep, keep_every=self.keep_every, advance=self.mesh.patience.advance
         )
-        self._running = _Save(step, lambda: self._write(writer, parts), began, background)
+        self._running = _Save(step, self._copy, lambda: self._write(writer, parts), began, background)
         return former
+
+    def copied(self) -> None:
+        """Wait until the parts may change: those of the save under way, if there is one, have been copied."""
+        if self._running is not None:
+            began = time.perf_counter()
+            self._running.copied.wait()
+            self._running.stall += time.perf_counter() - began
 
     def poll(self) -> Saved | None:
         """How the save under way ended, once, if it is over by now."""
@@ -112,15 +126,13 @@ class Saver:
         error = _in_words(running.error, where)
         return Saved(running.step, where, error, stall, running.ended - running.began)
 
-    def _stage(self) -> list[Part]:
-        """The parts as they are now, copied into buffers that are made at the first save and used again."""
-        if self._staged is None:
-            self._staged = [replace(part, tensor=_host_buffer(part.tensor)) for part in self._parts]
+    def _copy(self) -> None:
+        """The parts as they are now, into buffers that are made at the first save and used again."""
+        assert self._staged is not None
         for part, staged in zip(self._parts, self._staged, strict=True):
             staged.tensor.copy_(part.tensor, non_blocking=True)
         if self.mesh.device.type != "cpu":
-            torch.accelerator.synchronize()
-        return self._staged
+            torch.accelerator.synchronize(self.mesh.device)
 
     def _write(self, writer: Writer, parts: list[Part]) -> None:
         try:
@@ -137,13 +149,16 @@ class Saver:
 
 
 class _Save:
-    """One save under way: in a thread, or over when it is made."""
+    """One save under way: in a thread, after a copy; or over when it is made."""
 
-    def __init__(self, step: int, work: Callable[[], None], began: float, background: bool) -> None:
+    def __init__(
+        self, step: int, copy: Callable[[], None], write: Callable[[], None], began: float, background: bool
+    ) -> None:
         self.step, self.began = step, began
         self.error: BaseException | None = None
         self.ended = 0.0
-        self._work = work
+        self.copied = threading.Event()
+        self._copy, self._write = copy if background else None, write
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         if background:
             self._thread.start()
@@ -157,10 +172,14 @@ class _Save:
 
     def _run(self) -> None:
         try:
-            self._work()
+            if self._copy is not None:
+                self._copy()
+            self.copied.set()
+            self._write()
         except BaseException as error:  # told by Saver.wait, on the thread that trains
             self.error = error
         finally:
+            self.copied.set()
             self.ended = time.perf_counter()
 
 

@@ -13,8 +13,8 @@ COLUMNS = 1031
 def checksum(block: memoryview) -> int:
     """CRC-32 of a block's column sums: of its 4-byte little-endian words in rows of COLUMNS, modulo 2³².
 
-    The last word is filled up with zeros. Six times as fast as a CRC-32 of all bytes, and what a disk does to a block
-    changes it as surely: see docs/decisions/checksums.md.
+    The last word is filled up with zeros. Nearly four times as fast as a CRC-32 of all bytes, and what a disk does to
+    a block changes it as surely: see docs/decisions/checksums.md.
     """
     words = np.frombuffer(block, dtype="<u4", count=len(block) // 4)
     rows = len(words) // COLUMNS

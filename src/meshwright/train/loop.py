@@ -112,7 +112,7 @@ class Loop:
             self._warn_passed_over(wrong)
 
     def _load(self, where: Path, step: int) -> str | None:
-        """Take over the checkpoint of `step`; returns in words what is wrong with it, the same on all ranks."""
+        """Take over the checkpoint of `step`; returns in words what is wrong with it, on all ranks alike, or None."""
         world, device = self.mesh.world_group, self.mesh.device
         self.mesh.blackbox.note("reading a checkpoint")
         found, error = None, None
@@ -180,7 +180,7 @@ class Loop:
         return newest.step
 
     def _warn_passed_over(self, wrong: str) -> None:
-        self.progress.message(f"warning: passed over a damaged checkpoint: {wrong}")
+        self.progress.message(f"warning: passed over a checkpoint that is not whole: {wrong}")
 
     def _set_aside(self, after: int) -> None:
         """Keep checkpoints that this run does not go on from out of its way; none is removed."""
@@ -207,6 +207,7 @@ class Loop:
             self.mesh.blackbox.step = step + 1
             self.mesh.blackbox.note("computing")  # where no collective follows, an older note would stand
             totals = self.trainer.accumulate(self.data, step, stop=STOP_VALUES.get(self.stop.requested, 0.0))
+            self.saver.copied()  # before what is being saved changes
             update = self.trainer.update(step, totals)
             self._count(step, totals, update)
             seconds = time.perf_counter() - began
@@ -291,7 +292,7 @@ class Loop:
         if updates == self.saved_updates and not stopping and step != self.run_spec.steps:
             return  # steps were skipped: the same weights once more would only push out the checkpoint of others
         self.saved_updates = updates
-        self.mesh.blackbox.note("copying a checkpoint")
+        self.mesh.blackbox.note("beginning a checkpoint")
         about = state.meta(self.trainer, step, self.counts) | {"data": self.prepared.key}
         self.trainer.sharded.settle()  # where a rank's shard is a part of the whole, gathers still write to it
         self._tell(self.saver.save(step, about, background=not stopping))

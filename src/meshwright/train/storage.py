@@ -111,11 +111,8 @@ class Writer(StorageWriter):
             raise FileNotFoundError(f"{aside} is not seen by rank {self._rank}: all machines must share the folder")
         keys = {_key(item): item for item in items}
         tensors = [(key, planner.resolve_data(item)) for key, item in keys.items()]
-        for key, tensor in tensors:
-            _check_finite(key, tensor)
-            self.advance()
         file = f"rank-{self._rank:05d}.safetensors"
-        size, stored = tensorfile.write(aside / file, tensors, self.advance)
+        size, stored = tensorfile.write(aside / file, tensors, self.advance, _check_finite)
         return [
             WriteResult(item.index, _nbytes(item), StoredBox(_box(item), file, key, stored[key]).plain() | {"of": size})
             for key, item in keys.items()
@@ -201,6 +198,7 @@ class Reader(StorageReader):
                         part = Box(tuple(item.storage_offsets), tuple(item.lengths))
                         self._read(stream, stored, dtype, part, target)
                         planner.commit_tensor(item, target)
+                    self._reader.settle()
             except OSError as error:
                 why = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
                 raise RunError(f"{self.folder / file} {why}") from error
@@ -223,12 +221,13 @@ class Reader(StorageReader):
         nbytes = stored.box.numel * item
         first, span = _run(part, strides)
         if span == part.numel and target.is_contiguous() and target.dtype == dtype:
-            self._reader.read(stream, stored.stored, nbytes, first * item, _as_bytes(target))
+            self._reader.read(stream, stored.stored, nbytes, first * item, tensorfile.as_bytes(target))
             return
         for box in _slabs(part, strides, max(SLAB // item, 1)):
             first, span = _run(box, strides)
             elements = torch.empty(span, dtype=dtype)
-            self._reader.read(stream, stored.stored, nbytes, first * item, _as_bytes(elements))
+            self._reader.read(stream, stored.stored, nbytes, first * item, tensorfile.as_bytes(elements))
+            self._reader.settle()
             into = target
             for dim, (offset, origin, size) in enumerate(zip(box.offsets, part.offsets, box.sizes, strict=True)):
                 into = into.narrow(dim, offset - origin, size)
@@ -263,10 +262,6 @@ def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= size
     return tuple(reversed(strides))
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _box(item: WriteItem) -> Box:

@@ -13,6 +13,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -50,13 +51,14 @@ class Stream:
     """A tensor that is written without being in memory as a whole.
 
     runs: makes its elements anew, in C order, as consecutive parts on any device; each but the last has a multiple of
-    BLOCK bytes.
+    BLOCK bytes. check: may raise what ends the writing.
     """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     runs: Callable[[], Iterator[Tensor]]
+    check: Callable[[], None] = lambda: None
 
     @property
     def nbytes(self) -> int:
@@ -64,18 +66,25 @@ class Stream:
 
 
 def write(
-    path: Path, tensors: Sequence[tuple[str, Tensor]], advance: Callable[[], None] = lambda: None
+    path: Path,
+    tensors: Sequence[tuple[str, Tensor]],
+    advance: Callable[[], None] = lambda: None,
+    check: Callable[[str, Tensor], None] = lambda name, tensor: None,
 ) -> tuple[int, dict[str, Stored]]:
     """Write `tensors` by name, on any device and with any strides, and flush them to the disk.
 
-    `advance` is called after each block. Returns the file's bytes and where each tensor lies. Takes memory only for a
-    tensor that is not contiguous or not on the CPU. Raises OSError, and KeyError for a dtype that the format lacks.
+    `advance` is called after each block; `check` of each tensor, in a thread, may raise what ends the writing. Returns
+    the file's bytes and where each tensor lies. Takes memory only for a tensor that is not contiguous or not on the
+    CPU. Raises OSError, and KeyError for a dtype that the format lacks.
     """
-    return write_streams(path, [_stream(name, tensor) for name, tensor in tensors], advance)
+    return write_streams(path, [_stream(name, tensor, check) for name, tensor in tensors], advance)
 
 
-def _stream(name: str, tensor: Tensor) -> Stream:
-    return Stream(name, tensor.dtype, tuple(tensor.shape), lambda: iter((tensor.detach().cpu().contiguous(),)))
+def _stream(name: str, tensor: Tensor, check: Callable[[str, Tensor], None]) -> Stream:
+    def runs() -> Iterator[Tensor]:
+        yield tensor.detach().cpu().contiguous()
+
+    return Stream(name, tensor.dtype, tuple(tensor.shape), runs, lambda: check(name, tensor))
 
 
 def write_streams(
@@ -88,18 +97,24 @@ def write_streams(
     # Wide items first keep every tensor aligned to its item, which readers ask for.
     ordered = sorted(streams, key=lambda stream: (-stream.dtype.itemsize, stream.name))
     stored: dict[str, Stored] = {}
-    with open(path, "wb", buffering=0) as file, _Flushing(file.fileno()) as flushing:
+    with (
+        open(path, "wb", buffering=0) as file,
+        _Flushing(file.fileno()) as flushing,
+        ThreadPoolExecutor(1, "checksums") as beside,
+    ):
         _put(file, memoryview(_header(ordered, metadata)))
         for stream in ordered:
             start = file.tell()
+            checked = beside.submit(stream.check)
             sums = []
             for block in _blocks(stream):
-                sums.append(checksum(block))
+                sums.append(beside.submit(checksum, block))
                 _put(file, block)
                 flushing.written(len(block))
                 advance()
             assert file.tell() - start == stream.nbytes, stream.name
-            stored[stream.name] = Stored(start, tuple(sums))
+            checked.result()
+            stored[stream.name] = Stored(start, tuple(each.result() for each in sums))
         size = file.tell()
         flushing.join()
         os.fsync(file.fileno())
@@ -164,14 +179,16 @@ def _blocks(stream: Stream) -> Iterator[memoryview]:
     part = 0
     for run in stream.runs():
         assert part % BLOCK == 0 and run.dtype == stream.dtype, stream.name
-        content = _bytes(run.cpu())
+        content = memoryview(as_bytes(run.cpu()).numpy())
         part = len(content)
         for start in range(0, part, BLOCK):
             yield content[start : start + BLOCK]
 
 
-def _bytes(contiguous: Tensor) -> memoryview:
-    return memoryview(contiguous.reshape(-1).view(torch.uint8).numpy())
+def as_bytes(contiguous: Tensor) -> Tensor:
+    """A contiguous tensor as uint8, 1-dim; a view."""
+    # One element is contiguous whatever its strides, which `view` minds.
+    return contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8)
 
 
 def _put(stream: BinaryIO, content: memoryview) -> None:
@@ -180,10 +197,21 @@ def _put(stream: BinaryIO, content: memoryview) -> None:
 
 
 class Reader:
-    """Reads parts of stored tensors, each block against its checksum. Holds one block in memory."""
+    """Reads parts of stored tensors, each block against its checksum. Holds one block in memory.
+
+    What is read may be trusted after `settle`: checksums are taken in a thread, while more is read.
+    """
 
     def __init__(self) -> None:
         self._block = torch.empty(BLOCK, dtype=torch.uint8)
+        self._beside = ThreadPoolExecutor(1, "checksums")
+        self._sums: list[tuple[Future[int], int]] = []
+
+    def settle(self) -> None:
+        """Raise Damaged where a checksum of what has been read so far differs."""
+        sums, self._sums = self._sums, []
+        for found, expected in sums:
+            _compare(found.result(), expected)
 
     def read(self, stream: BinaryIO, stored: Stored, nbytes: int, first: int, into: Tensor) -> None:
         """Bytes [first, first + len(into)) of a tensor of `nbytes` bytes into a uint8 tensor on any device.
@@ -201,11 +229,17 @@ class Reader:
             stream.seek(stored.start + start)
             if _fill(stream, content) < stop - start:
                 raise Damaged("it is shorter than what was written")
-            if checksum(content) != stored.sums[number]:
-                raise Damaged("its checksum is not what was written")
-            if not whole:
+            if whole:
+                self._sums.append((self._beside.submit(checksum, content), stored.sums[number]))
+            else:
+                _compare(checksum(content), stored.sums[number])
                 low, high = max(start, first), min(stop, end)
                 into[low - first : high - first].copy_(block[low - start : high - start])
+
+
+def _compare(found: int, expected: int) -> None:
+    if found != expected:
+        raise Damaged("its checksum is not what was written")
 
 
 def _fill(stream: BinaryIO, buffer: memoryview) -> int:
