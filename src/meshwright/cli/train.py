@@ -13,6 +13,7 @@ from meshwright.cli.common import check_ranks, console, load, run_options, say
 from meshwright.comm.place import launched, place
 from meshwright.spec.errors import UserError
 from meshwright.train.lock import locked
+from meshwright.train.signals import StopFlag, die_with_parent, ended_by_signals
 
 if TYPE_CHECKING:
     from meshwright.spec.run import RunSpec
@@ -51,15 +52,19 @@ def command(
 
         console().print(table())
         return None
+    # From here on a rank that is asked to stop remembers it, through the seconds that torch takes to be imported. It
+    # does so until its end: there is no later moment at which it had better die of it.
+    stop = StopFlag().install() if launched() and not show else None
     run = load(words, _ranks(ranks))
     if show:
         from meshwright.spec.load import dump_run
 
         click.echo(dump_run(run), nl=False)
         return None
-    if launched():
-        return _be_rank(run, quiet, verbose)
-    return _launch(run, quiet, verbose, debug)
+    if stop is not None:
+        return _be_rank(run, stop, quiet, verbose)
+    with ended_by_signals():
+        return _launch(run, quiet, verbose, debug)
 
 
 def _ranks(asked: int | None) -> int | None:
@@ -72,15 +77,17 @@ def _ranks(asked: int | None) -> int | None:
     return world
 
 
-def _be_rank(run: RunSpec, quiet: bool, verbose: bool) -> int:
+def _be_rank(run: RunSpec, stop: StopFlag, quiet: bool, verbose: bool) -> int:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()  # torchrun's agent would leave its ranks running when it is killed
     from meshwright.train.loop import run_rank
     from meshwright.train.report import LAUNCHED
 
     if place().rank != 0 or os.environ.get(LAUNCHED):
-        return run_rank(run, quiet=quiet)
+        return run_rank(run, stop, quiet=quiet)
     with locked(Path(run.out)):  # under torchrun nobody has done this yet
         _tell(run, quiet, verbose)
-        return run_rank(run, quiet=quiet)
+        return run_rank(run, stop, quiet=quiet)
 
 
 def _launch(run: RunSpec, quiet: bool, verbose: bool, debug: bool) -> int:

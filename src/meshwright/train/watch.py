@@ -66,7 +66,7 @@ class Watch:
     """One look at a time (`look`, every tenth of a second) until there is an exit code.
 
     A rank is over in order with 0, 3, 130, 141 or 143; anything else is a failure and ends the run. Once a stop is
-    asked for, by a signal to the launcher or by a rank that ended with 130, 141 or 143, the ranks have `grace` seconds,
+    asked for, by a signal to the launcher or by a rank that ended because of one, the ranks have `grace` seconds,
     counted anew whenever one of them communicates or its black box says that it advances.
     """
 
@@ -111,8 +111,19 @@ class Watch:
         """
         if self._requests.signal is not None:
             return self._requests.signal
-        codes = {code for code, _ in self._ends.values()}
+        codes = {self._stopped(rank) for rank in self._ends}
         return next((code - 128 for code in (TERMINATED, INTERRUPTED, READER_GONE) if code in codes), None)
+
+    def _stopped(self, rank: int) -> int:
+        """The exit code that an ended rank's end amounts to.
+
+        A rank that stops in order says so in its black box and ends with 0. One that a signal to stop has killed was
+        not ready for it yet; our own signals come later than this is asked.
+        """
+        code, _ = self._ends[rank]
+        if code == OK and (box := self._evidence.box(rank)) is not None and box.stopped:
+            return 128 + box.stopped
+        return 128 - code if code in (-signal.SIGTERM, -signal.SIGINT) else code
 
     def _orderly_code(self) -> int:
         number = self._stop_signal()
@@ -148,8 +159,8 @@ class Watch:
             self._note_ends()
         failures = self._failures()
         finished = frozenset(rank for rank, (code, _) in self._ends.items() if code in ORDERLY)
-        self._end_all(PATIENCE)
         number = self._stop_signal()
+        self._end_all(PATIENCE)
         if number is not None and all(f.echo or f.by_signal == number for f in failures):
             self._say("stopped before the ranks could save")  # a rank was not ready for the signal and died of it
             return 128 + number
