@@ -12,11 +12,11 @@ import torch
 from meshwright.comm import runtime
 from meshwright.comm.mesh import Mesh
 from meshwright.predict.flops import utilisation
-from meshwright.spec.errors import RunError, UserError
+from meshwright.spec.errors import FailsAgainError, RunError, UserError
 from meshwright.spec.exits import OK
 from meshwright.spec.load import dump_run
 from meshwright.spec.run import RunSpec
-from meshwright.train import checkpoint, folders, state
+from meshwright.train import attempts, checkpoint, folders, state
 from meshwright.train.bigram import bigram_loss
 from meshwright.train.data import Dataset
 from meshwright.train.folders import check_resume
@@ -67,6 +67,8 @@ class Loop:
         self.folder = Path(run.out)
         self.checkpoints = self.folder / "checkpoints"
         self.lead = mesh.rank == 0
+        self.goes_on = self.lead and attempts.goes_on(self.folder)
+        self.resume = "auto" if self.goes_on else run.checkpoint.resume
         self.progress = Progress(run.steps, quiet=quiet, lead=self.lead)
         mesh.blackbox.note("preparing data")
         self.prepared = prepare_together(run, mesh.world_group, mesh.device, self.progress.message)
@@ -110,16 +112,17 @@ class Loop:
             chosen = torch.tensor([-1], dtype=torch.int64, device=self.mesh.device)
             if self.lead:
                 chosen[0] = self._choose_checkpoint(before, skipped)
+                if chosen[0] < 0:
+                    self._set_aside(after=-1)
             self.mesh.world_group.broadcast(chosen, 0, reason="checkpoint.choose", phase="step")
             step = int(chosen)
             if step < 0:
-                self._set_aside(after=-1)
                 return 0
             wrong = self._load(folders.path(self.checkpoints, step))
             if wrong is None:
                 return step
-            if self.run_spec.checkpoint.resume != "auto":
-                raise RunError(wrong)
+            if self.resume != "auto":
+                raise FailsAgainError(wrong)
             before = step
             skipped.append(wrong)
             self._warn_passed_over(wrong)
@@ -165,8 +168,9 @@ class Loop:
 
         skipped: in words, what has been passed over so far; what is passed over here is added.
         """
-        check_resume(self.run_spec)
-        resume = self.run_spec.checkpoint.resume
+        resume = self.resume
+        if not self.goes_on:
+            check_resume(self.run_spec)
         if resume == "never":
             return -1
         if resume != "auto":
@@ -203,13 +207,24 @@ class Loop:
         start = self._resume()
         self._check_stop()
         with (
-            Metrics(self.folder, enabled=self.lead, start=start, warn=self.progress.message) as self.metrics,
+            Metrics(
+                self.folder, enabled=self.lead, start=start, again=self.goes_on, warn=self.progress.message
+            ) as self.metrics,
             self.progress,
         ):
             self._write_run()
+            self._tell_restart(start)
             if start >= self.run_spec.steps:
                 self.progress.message(f"nothing to do: step {start} of {self.run_spec.steps} is reached; raise steps")
             return self._steps(start)
+
+    def _tell_restart(self, start: int) -> None:
+        restart = attempts.restart()
+        if not self.lead or restart is None:
+            return
+        lost = "" if restart.seconds is None else f", {restart.seconds:.1f} s after the ranks before have ended"
+        self.progress.message(f"warning: restart {restart.count}: goes on after step {start}{lost}")
+        self.metrics.write(start, "restart", {"restarts": restart.count, "seconds": restart.seconds})
 
     def _steps(self, start: int) -> int:
         if self._lacks_validation(start) and self._validate(start):
@@ -262,7 +277,7 @@ class Loop:
         what = "loss" if totals.loss != totals.loss or abs(totals.loss) == float("inf") else "gradient"
         self.progress.message(f"warning: step {step + 1} skipped on all ranks: the {what} is not finite")
         if counts.skipped_in_a_row > self.run_spec.max_skips:
-            raise RunError(
+            raise FailsAgainError(
                 f"step {step + 1}: the {what} was not finite in {counts.skipped_in_a_row} steps in a row "
                 f"(max_skips={self.run_spec.max_skips}); a lower optimizer.lr or a longer lr_schedule.warmup may help"
             )
@@ -344,7 +359,7 @@ class Loop:
             return
         error = saved.error
         if isinstance(error, checkpoint.NotFinite):
-            raise RunError(
+            raise FailsAgainError(
                 f"step {saved.step}: {error}, so it is not saved; {self._kept()}; give the same command again with a "
                 "lower optimizer.lr or a longer lr_schedule.warmup"
             ) from error
@@ -377,6 +392,10 @@ class Loop:
     def _write_run(self) -> None:
         if not self.lead:
             return
+        try:
+            attempts.begin(self.folder)
+        except OSError as error:
+            self.progress.message(f"warning: {self.folder / attempts.FILE} could not be written: {error}")
         draft = self.folder / "run.yaml.tmp"
         try:
             draft.write_text(dump_run(self.run_spec), encoding="utf-8")

@@ -29,14 +29,17 @@ class Metrics:
     metrics.jsonl holds one JSON object a line: step, split, and the values, null for those that are not finite.
     A run that begins at step 0 begins a new file and keeps an older one as metrics.jsonl.old; one that goes on after
     step `start` first drops the lines of later steps, which are trained again, so that none appears twice; lines about
-    restarts stay. `enabled=False` touches nothing.
-    `warn` takes the text of the one warning; by default it is a Python warning.
+    restarts stay. `again`: it does so at step 0 too, its ranks having been started again. `enabled=False` touches
+    nothing. `warn` takes the text of the one warning; by default it is a Python warning.
     """
 
-    def __init__(self, folder: Path, *, enabled: bool, start: int, warn: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, enabled: bool, start: int, again: bool = False, warn: Callable[[str], None] | None = None
+    ) -> None:
         self._path = folder / FILE
         self._enabled = enabled
         self._start = start
+        self._keeps = bool(start) or again
         self._warn = warn or (lambda text: warnings.warn(text.removeprefix("warning: "), RuntimeWarning, stacklevel=4))
         self._warned = False
         self.last: dict[str, int] = {}
@@ -81,7 +84,7 @@ class Metrics:
     def _open_lines(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._path.exists():
-            if self._start:
+            if self._keeps:
                 self._drop_later()
             else:
                 os.replace(self._path, self._path.with_name(f"{FILE}.old"))
