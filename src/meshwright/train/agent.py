@@ -74,7 +74,7 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         evidence = self._files.evidence = self._all_evidence.of_start(self._starts)
-        self._files.restarts = self._starts
+        self._files.restarts = nodes.round_number(self._rdzv_handler)
         self._starts += 1
         pids: dict[int, int] = super()._start_workers(worker_group)
         assert isinstance(self._pcontext, SubprocessContext)
@@ -155,7 +155,7 @@ class _RankFiles(LogsSpecs):
             env[BLACK_BOXES] = str(self.evidence.boxes)
             env[attempts.LAUNCH] = self._launch
             env[attempts.RESTARTS] = str(self.restarts)
-            env[attempts.ENDED_AT] = repr(self.ended_at) if self.restarts else ""
+            env[attempts.ENDED_AT] = repr(self.ended_at) if self.ended_at else ""
             env.setdefault("OMP_NUM_THREADS", str(threads))
             log = self.evidence.log(rank)
             dest.stdouts[local_rank] = dest.stderrs[local_rank] = ""

@@ -114,6 +114,11 @@ def participants(handler: Any) -> int:
     return len(handler._state_holder.state.participants)
 
 
+def round_number(handler: Any) -> int:
+    """How often the nodes have met before, on all of them the same."""
+    return int(handler._state_holder.state.round)
+
+
 def forget_store(handler: Any) -> None:
     """Have the next rendezvous give the ranks a new store, and tell all nodes where it is.
 
