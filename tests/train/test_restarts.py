@@ -9,8 +9,7 @@ import sys
 import time
 
 import pytest
-import torch
-from tests.train.commands import FIELDS, Command, lines, parameters, running, text
+from tests.train.commands import FIELDS, Command, lines, running, text
 
 from meshwright.train import folders
 
@@ -69,8 +68,9 @@ def test_what_a_launch_was_told_to_ignore_is_not_what_it_has_made(folder):
     ],
 )
 def test_what_would_fail_again_is_not_started_again(words, code, said, folder):
-    with Command(folder, "steps=2", "validation.every=0") as command:
-        assert command.end() == 0
+    if code == 2:
+        with Command(folder, "steps=2", "validation.every=0") as command:
+            assert command.end() == 0
     with Command(folder, "steps=20", "validation.every=0", "--max-restarts", "3", *words) as command:
         assert command.end() == code
     assert said in command.err and "restart 1" not in command.err
@@ -133,17 +133,3 @@ def test_under_torchrun_a_stop_is_an_end_and_ranks_die_with_it(folder):
             time.sleep(0.05)
     finally:
         process.kill()
-
-
-def test_parameters_after_a_restart_are_those_of_a_quiet_run(folder, tmp_path_factory):
-    quiet = text(tmp_path_factory.mktemp("quiet"))
-    words = ("steps=60", "checkpoint.every=7", "layout.zero=1")
-    with Command(quiet, *words) as command:
-        assert command.end() == 0
-    with Command(folder, *words, "--max-restarts", "1") as command:
-        command.until("step 30/60")
-        os.kill(command.ranks()[1], signal.SIGKILL)
-        assert command.end() == 0
-    ours, theirs = parameters(folder, 60), parameters(quiet, 60)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert [line["loss"] for line in lines(folder)] == [line["loss"] for line in lines(quiet)]
