@@ -53,7 +53,7 @@ def test_a_node_dies_and_comes_back(tmp_path):
             second.until("restart 2: goes on after step")
             second.until(lambda: any("step " in line and "tokens/s" in line for line in second.said))
             second.process.send_signal(signal.SIGTERM)
-            assert second.end() == 143, second.err
+            assert second.end(20) == 143, "it waits for nobody"
             first.until("another node was stopped: the ranks start again without it")
             first.until("restart 3: goes on after step")
         first.process.send_signal(signal.SIGTERM)
@@ -64,6 +64,20 @@ def test_a_node_dies_and_comes_back(tmp_path):
     counted = [line["tokens"] for line in lines(folder)]
     assert min(b - a for a, b in itertools.pairwise(counted)) > 6 * 15, "the global batch, by whatever ranks"
     assert [line["restarts"] for line in lines(folder, "restart")] == [1, 2, 3]
+
+
+@pytest.mark.timeout(300)
+def test_nodes_end_together(tmp_path):
+    """Done, with 0 on both; asked to stop on one, where both are needed, with 143 on both."""
+    folder = text(tmp_path)
+    for words, code in (("steps=3",), 0), (("steps=1000000", "--max-restarts", "2"), 143):
+        meeting = ("--ranks", "1", "--nnodes", "2", "--rdzv-endpoint", f"localhost:{free_port()}")
+        with Command(folder, *meeting, *words) as first, Command(folder, *meeting, *words) as second:
+            if code:
+                first.until(lambda: len(lines(folder)) > 10)
+                os.kill(second.ranks()[0], signal.SIGTERM)
+            assert (first.end(), second.end()) == (code, code)
+            assert "Traceback" not in first.err + second.err and "restart" not in first.err + second.err
 
 
 @pytest.mark.timeout(300)

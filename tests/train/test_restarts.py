@@ -29,14 +29,16 @@ def test_a_killed_rank_starts_all_again_until_restarts_are_used_up(folder):
         second = command.ranks()
         assert len(second) == 2 and not set(first) & set(second) and not any(map(running, first))
         command.until(lambda: len(lines(folder)) > 40)
-        os.kill(second[0], signal.SIGKILL)
+        os.kill(second[0], signal.SIGABRT)
         assert command.end() == 1
         assert not any(map(running, second))
     err = command.err.splitlines()
     assert [line.split(" at step")[0] for line in err if "was killed" in line] == [
         "meshwright: rank 1 was killed by SIGKILL",
-        "meshwright: rank 0 was killed by SIGKILL",
+        "meshwright: rank 0 was killed by SIGABRT",
     ]
+    report = err[next(i for i, line in enumerate(err) if "SIGABRT" in line and "killed" in line) :]
+    assert report[1].startswith("  rank 1 was "), "not what rank 0 said of the first failure"
     assert err.count("meshwright: restart 1 of 1") == 1 and "Traceback" not in command.err
     (restart,) = lines(folder, "restart")
     assert restart["restarts"] == 1 and 0 < restart["seconds"] < 60 and restart["step"] % 5 == 0

@@ -37,7 +37,8 @@ FIELDS = [
 ]
 EARLY, STEPS = "early", 6
 
-# What is under way when the signal comes: the function, its how-manieth call, and the step after which the run stops.
+# When the signal comes: at the beginning of a function (negative: at its end), in its how-manieth call; and the step
+# after which the run stops.
 MOMENTS: dict[str, tuple[Any, str, int, int | str]] = {
     "data is prepared": (Loop, "_held_out", 1, EARLY),
     "the model is built": (Trainer, "__init__", 1, EARLY),
@@ -47,6 +48,7 @@ MOMENTS: dict[str, tuple[Any, str, int, int | str]] = {
     "validation": (Trainer, "evaluate", 1, 2),
     "a save in the background": (Writer, "write_data", 1, 3),
     "validation after a save": (Trainer, "evaluate", 3, 6),
+    "the very end": (Trainer, "evaluate", -3, 6),
     "the last step": (Trainer, "accumulate", STEPS, 6),
     "the last update": (Trainer, "update", STEPS, 6),
 }
@@ -65,7 +67,7 @@ def run_of(*fields: str) -> RunSpec:
 
 @contextlib.contextmanager
 def signalled(owner: Any, name: str, call: int, number: int) -> Iterator[None]:
-    """Within, this process gets the signal at the beginning of a call of that function."""
+    """Within, this process gets the signal at the beginning of a call of that function, or at its end."""
     real: Callable[..., Any] = getattr(owner, name)
     calls = 0
 
@@ -74,7 +76,10 @@ def signalled(owner: Any, name: str, call: int, number: int) -> Iterator[None]:
         calls += 1
         if calls == call:
             os.kill(os.getpid(), number)
-        return real(*args, **options)
+        done = real(*args, **options)
+        if calls == -call:
+            os.kill(os.getpid(), number)
+        return done
 
     with mock.patch.object(owner, name, told):
         yield

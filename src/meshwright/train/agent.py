@@ -110,6 +110,10 @@ class Agent(LocalElasticAgent):
             return self._again("another node was stopped: the ranks start again without it")
         return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(watch.processes))
 
+    def _exit_barrier(self) -> None:
+        if not (self._elastic and self._requests.signal is not None):  # those that go on would be waited for in vain
+            super()._exit_barrier()
+
     def _failed(self, watch: Watch) -> RunResult:
         assert watch.failed is not None
         first = watch.failed.first
