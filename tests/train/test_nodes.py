@@ -13,7 +13,6 @@ import pytest
 from tests.train.commands import Command, lines, running, text
 
 from meshwright.spec.errors import UserError
-from meshwright.train import folders
 from meshwright.train.lock import HeldError, locked
 from meshwright.train.nodes import Nodes
 
@@ -35,14 +34,17 @@ def test_a_node_dies_and_comes_back(tmp_path):
     with Command(folder, *words, "--local-addr", "127.0.0.2") as first:
         first.until("reading")
         with Command(folder, *words, "--local-addr", "127.0.0.3") as second:
-            first.until(lambda: len(folders.steps(saved)) > 0)
+            first.until(lambda: second.ranks() != [])  # the first may have begun alone
             (lost,) = second.ranks()
+            begun = (saved.stat().st_mtime if saved.exists() else 0, len(first.said))
+            first.until(lambda: saved.exists() and saved.stat().st_mtime > begun[0] and len(first.said) > begun[1] + 40)
+            said = len(first.said)
             killed = time.monotonic()
             second.process.kill()
             second.process.wait()
-            first.until("restart 1: goes on after step")
+            first.until(lambda: not running(lost), 10)  # ranks die with their launcher
+            first.until(": goes on after step", after=said)
             assert time.monotonic() - killed < 90
-            assert not running(lost), "ranks die with their launcher"
         assert "changed since that checkpoint: layout.dp: 2 → 1" in first.err
         reached = lines(folder)[-1]["step"]
         first.until(lambda: lines(folder)[-1]["step"] > reached + 20)
@@ -50,12 +52,13 @@ def test_a_node_dies_and_comes_back(tmp_path):
         with Command(folder, *words, "--local-addr", "127.0.0.1") as second:
             first.until("a node has come: the ranks finish this step, save, and start again with it")
             second.until("changed since that checkpoint: layout.dp: 1 → 2")  # its rank is rank 0 now
-            second.until("restart 2: goes on after step")
+            second.until(": goes on after step")
             second.until(lambda: any("step " in line and "tokens/s" in line for line in second.said))
+            said = len(first.said)
             second.process.send_signal(signal.SIGTERM)
             assert second.end(20) == 143, "it waits for nobody"
             first.until("another node was stopped: the ranks start again without it")
-            first.until("restart 3: goes on after step")
+            first.until(": goes on after step", after=said)
         first.process.send_signal(signal.SIGTERM)
         assert first.end() == 143
     assert "Traceback" not in first.err + second.err
@@ -63,7 +66,8 @@ def test_a_node_dies_and_comes_back(tmp_path):
     assert steps == list(range(1, len(steps) + 1)), "each step once, in order"
     counted = [line["tokens"] for line in lines(folder)]
     assert min(b - a for a, b in itertools.pairwise(counted)) > 6 * 15, "the global batch, by whatever ranks"
-    assert [line["restarts"] for line in lines(folder, "restart")] == [1, 2, 3]
+    restarts = [line["restarts"] for line in lines(folder, "restart")]
+    assert len(restarts) >= 3 and restarts == list(range(1, len(restarts) + 1))
 
 
 @pytest.mark.timeout(300)
