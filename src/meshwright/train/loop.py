@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
 from pathlib import Path
@@ -13,11 +12,11 @@ import torch
 from meshwright.comm import runtime
 from meshwright.comm.mesh import Mesh
 from meshwright.predict.flops import utilisation
-from meshwright.spec.errors import RunError, UserError
-from meshwright.spec.exits import INTERRUPTED, OK, TERMINATED
+from meshwright.spec.errors import FailsAgainError, RunError, UserError
+from meshwright.spec.exits import OK
 from meshwright.spec.load import dump_run
 from meshwright.spec.run import RunSpec
-from meshwright.train import checkpoint, folders, state
+from meshwright.train import attempts, checkpoint, folders, state
 from meshwright.train.bigram import bigram_loss
 from meshwright.train.data import Dataset
 from meshwright.train.folders import check_resume
@@ -26,31 +25,36 @@ from meshwright.train.peak import Peak, device_peak
 from meshwright.train.progress import Progress
 from meshwright.train.sample import generate
 from meshwright.train.signals import StopFlag
+from meshwright.train.stopping import StoppedEarlyError, Stopping
 from meshwright.train.together import first_error, prepare_together
 from meshwright.train.trainer import Totals, Trainer, Update
 
-# Ranks share their stop signals by adding them up: any SIGTERM outweighs every SIGINT.
-STOP_VALUES = {signal.SIGINT: 1.0, signal.SIGTERM: 1e6}
 
+def run_rank(run: RunSpec, stop: StopFlag, *, quiet: bool = False) -> int:
+    """Train `run` as the rank that this process's environment names; returns the rank's exit code.
 
-def run_rank(run: RunSpec, *, quiet: bool = False) -> int:
-    """Train `run` as the rank that this process's environment names; returns the command's exit code.
-
-    Raises UserError and RunError; `report.run_guarded` turns them into exit codes.
+    That is 0 also where the ranks stopped because they were asked to: a launcher that knows no better takes any other
+    for a failure, and starts anew what was to end. Our own reads it in the black box. Raises UserError and RunError;
+    `report.run_guarded` turns them into exit codes.
     """
-    with StopFlag() as stop:
-        device = runtime.pick_device(run.device, runtime.place().local_rank)
-        runtime.init(device, run.comm_timeout)
-        mesh = Mesh.create(run.layout, device=device, timeout=run.comm_timeout)
+    device = runtime.pick_device(run.device, runtime.place().local_rank)
+    runtime.init(device, run.comm_timeout)
+    mesh = Mesh.create(run.layout, device=device, timeout=run.comm_timeout)
+    try:
         loop = Loop(run, mesh, stop, quiet)
         code = loop.run()
+    except StoppedEarlyError as early:
+        code = 128 + early.signal
+    else:
         loop.leave(code)
-        runtime.shutdown()
-        if code == OK and loop.lead:
-            # After the others have been let go: nothing here can keep them waiting.
-            mesh.blackbox.note("telling the result")
-            loop.farewell()
-    return code
+    if code != OK:
+        mesh.blackbox.stopped(code - 128, stop.requested or 0)
+    runtime.shutdown()
+    if code == OK and loop.lead:
+        # After the others have been let go: nothing here can keep them waiting.
+        mesh.blackbox.note("telling the result")
+        loop.farewell()
+    return OK
 
 
 class Loop:
@@ -59,15 +63,18 @@ class Loop:
     def __init__(self, run: RunSpec, mesh: Mesh, stop: StopFlag, quiet: bool) -> None:
         self.run_spec = run
         self.mesh = mesh
-        self.stop = stop
+        self.stopping = Stopping(stop, mesh)
         self.folder = Path(run.out)
         self.checkpoints = self.folder / "checkpoints"
         self.lead = mesh.rank == 0
+        self.goes_on = self.lead and attempts.goes_on(self.folder)
+        self.resume = "auto" if self.goes_on else run.checkpoint.resume
         self.progress = Progress(run.steps, quiet=quiet, lead=self.lead)
         mesh.blackbox.note("preparing data")
         self.prepared = prepare_together(run, mesh.world_group, mesh.device, self.progress.message)
         self.data = Dataset(self.prepared.train, run.data.seq_len, run.seed)
         self.held_out = self._held_out()
+        self._check_stop()
         mesh.blackbox.note("building the model")
         self.trainer = Trainer(run, mesh)
         options = run.checkpoint
@@ -79,10 +86,18 @@ class Loop:
         self.counts = state.Counts()
         self.validation_loss: float | None = None
         self.sample: str | None = None
+        self.saved_step = -1  # of the checkpoint that was begun last
         self.saved_updates = 0  # updates in the weights that were saved last, or that this run began with
         self.not_saved: RunError | None = None  # why the last save failed, where it did
 
     # -- start ------------------------------------------------------------------------------------------------
+
+    def _check_stop(self) -> None:
+        try:
+            self.stopping.check()
+        except StoppedEarlyError:
+            self.progress.message("stopped before the first step, as asked; there was nothing to save")
+            raise
 
     def _held_out(self) -> Dataset | None:
         if self.prepared.held_out is None or not self.run_spec.validation.every:
@@ -97,16 +112,17 @@ class Loop:
             chosen = torch.tensor([-1], dtype=torch.int64, device=self.mesh.device)
             if self.lead:
                 chosen[0] = self._choose_checkpoint(before, skipped)
+                if chosen[0] < 0:
+                    self._set_aside(after=-1)
             self.mesh.world_group.broadcast(chosen, 0, reason="checkpoint.choose", phase="step")
             step = int(chosen)
             if step < 0:
-                self._set_aside(after=-1)
                 return 0
             wrong = self._load(folders.path(self.checkpoints, step), step)
             if wrong is None:
                 return step
-            if self.run_spec.checkpoint.resume != "auto":
-                raise RunError(wrong)
+            if self.resume != "auto":
+                raise FailsAgainError(wrong)
             before = step
             skipped.append(wrong)
             self._warn_passed_over(wrong)
@@ -141,7 +157,7 @@ class Loop:
         step = int(about["step"])
         self._set_aside(after=step)
         self.counts = state.Counts.of(about)
-        self.saved_updates = self.trainer.optimizer.steps
+        self.saved_step, self.saved_updates = step, self.trainer.optimizer.steps
         if source := about.get("imported"):
             self.progress.message(f"begins with the weights of {source}")
             return  # nobody has chosen the options of that checkpoint, and none of the data is used
@@ -157,8 +173,9 @@ class Loop:
 
         skipped: in words, what has been passed over so far; what is passed over here is added.
         """
-        check_resume(self.run_spec)
-        resume = self.run_spec.checkpoint.resume
+        resume = self.resume
+        if not self.goes_on:
+            check_resume(self.run_spec)
         if resume == "never":
             return -1
         if resume != "auto":
@@ -191,41 +208,65 @@ class Loop:
     # -- steps ------------------------------------------------------------------------------------------------
 
     def run(self) -> int:
+        self._check_stop()  # a large model takes its time to be built, and a checkpoint to be read
         start = self._resume()
+        self._check_stop()
         with (
-            Metrics(self.folder, enabled=self.lead, start=start, warn=self.progress.message) as self.metrics,
+            Metrics(
+                self.folder, enabled=self.lead, start=start, again=self.goes_on, warn=self.progress.message
+            ) as self.metrics,
             self.progress,
         ):
             self._write_run()
+            self._tell_restart(start)
             if start >= self.run_spec.steps:
                 self.progress.message(f"nothing to do: step {start} of {self.run_spec.steps} is reached; raise steps")
             return self._steps(start)
 
+    def _tell_restart(self, start: int) -> None:
+        restart = attempts.restart()
+        if not self.lead or restart is None:
+            return
+        lost = "" if restart.seconds is None else f", {restart.seconds:.1f} s after the ranks before have ended"
+        self.progress.message(f"warning: restart {restart.count}: goes on after step {start}{lost}")
+        self.metrics.write(start, "restart", {"restarts": restart.count, "seconds": restart.seconds})
+
     def _steps(self, start: int) -> int:
+        if self._lacks_validation(start) and self._validate(start):
+            return self._stopped(start)
         for step in range(start, self.run_spec.steps):
             began, blocked = time.perf_counter(), self.mesh.ledger.blocked_seconds
             self.mesh.blackbox.step = step + 1
             self.mesh.blackbox.note("computing")  # where no collective follows, an older note would stand
-            totals = self.trainer.accumulate(self.data, step, stop=STOP_VALUES.get(self.stop.requested, 0.0))
+            totals = self.trainer.accumulate(self.data, step, self.stopping.value)
             self.saver.copied()  # before what is being saved changes
             update = self.trainer.update(step, totals)
             self._count(step, totals, update)
             seconds = time.perf_counter() - began
             self._record(step + 1, totals, update, seconds, self.mesh.ledger.blocked_seconds - blocked)
-            stopping = totals.stop > 0
             self._tell(self.saver.poll())
-            self._save(step + 1, stopping)  # first, in case whoever asked to stop is short of patience
-            self._validate(step + 1)
-            if stopping and step + 1 < self.run_spec.steps:
-                self.progress.message(f"stopped after step {step + 1}, as asked; the same command goes on from here")
-                return TERMINATED if totals.stop >= STOP_VALUES[signal.SIGTERM] else INTERRUPTED
+            if self.stopping.heard(totals.stop):
+                return self._stopped(step + 1)
+            self._save(step + 1)
+            if self._validation_due(step + 1) and self._validate(step + 1):
+                return self._stopped(step + 1)
         self._tell(self.saver.wait())
         if self.not_saved is not None:
             raise RunError(
                 f"all steps are done, but the last checkpoint is missing: {self.not_saved}; {self._kept()}; "
                 "mend that and give the same command again"
             )
+        if self.stopping.ask():  # the last time that it makes a difference
+            return self._stopped(self.run_spec.steps)
         return OK
+
+    def _stopped(self, step: int) -> int:
+        """Save `step`, unless it is saved, and end; returns the command's exit code."""
+        self._save(step, stopping=True)
+        rest = "the same command goes on from here" if step < self.run_spec.steps else "it was the last"
+        self.progress.message(f"stopped after step {step}, as asked; {rest}")
+        assert self.stopping.signal is not None
+        return 128 + self.stopping.signal
 
     def _count(self, step: int, totals: Totals, update: Update) -> None:
         counts = self.counts
@@ -242,7 +283,7 @@ class Loop:
         what = "loss" if totals.loss != totals.loss or abs(totals.loss) == float("inf") else "gradient"
         self.progress.message(f"warning: step {step + 1} skipped on all ranks: the {what} is not finite")
         if counts.skipped_in_a_row > self.run_spec.max_skips:
-            raise RunError(
+            raise FailsAgainError(
                 f"step {step + 1}: the {what} was not finite in {counts.skipped_in_a_row} steps in a row "
                 f"(max_skips={self.run_spec.max_skips}); a lower optimizer.lr or a longer lr_schedule.warmup may help"
             )
@@ -271,18 +312,37 @@ class Loop:
             },
         )
 
-    def _validate(self, step: int) -> None:
+    def _validation_due(self, step: int) -> bool:
         every = self.run_spec.validation.every
-        if self.held_out is None or not (step % every == 0 or step == self.run_spec.steps):
-            return
+        return self.held_out is not None and (step % every == 0 or step == self.run_spec.steps)
+
+    def _lacks_validation(self, start: int) -> bool:
+        """Whether the run ended between saving `start` and validating it, and has to do the latter now."""
+        if not start or not self._validation_due(start):
+            return False
+        lacks = torch.tensor([self.metrics.last.get("validation", 0) < start], device=self.mesh.device).long()
+        self.mesh.world_group.broadcast(lacks, 0, reason="validation.due", phase="step")
+        return bool(lacks)
+
+    def _validate(self, step: int) -> bool:
+        """Score the held-out text; returns whether a stop was asked for meanwhile, for which it is broken off."""
+        assert self.held_out is not None
         self.mesh.blackbox.note("validation")
         ids = self.held_out.spread(self.run_spec.validation.sequences)
-        self.validation_loss = self.trainer.evaluate(self.held_out, ids).loss
+        totals = self.trainer.evaluate(self.held_out, ids, self.stopping.value)
+        if self.stopping.heard(totals.stop):
+            return True
+        self.validation_loss = totals.loss
         self.progress.message(f"step {step}: validation loss {self.validation_loss:.4f}")
         self.metrics.write(step, "validation", {"loss": self.validation_loss})
+        return False
 
-    def _save(self, step: int, stopping: bool) -> None:
+    def _save(self, step: int, stopping: bool = False) -> None:
         options = self.run_spec.checkpoint
+        if step == self.saved_step and self.not_saved is None:
+            if stopping:
+                self._tell(self.saver.wait(), stopping)
+            return
         if not options.every and not stopping:
             return
         due = stopping or step == self.run_spec.steps or (options.every and step % options.every == 0)
@@ -291,7 +351,7 @@ class Loop:
         updates = self.trainer.optimizer.steps
         if updates == self.saved_updates and not stopping and step != self.run_spec.steps:
             return  # steps were skipped: the same weights once more would only push out the checkpoint of others
-        self.saved_updates = updates
+        self.saved_step, self.saved_updates = step, updates
         self.mesh.blackbox.note("beginning a checkpoint")
         about = state.meta(self.trainer, step, self.counts) | {"data": self.prepared.key}
         self.trainer.sharded.settle()  # where a rank's shard is a part of the whole, gathers still write to it
@@ -305,7 +365,7 @@ class Loop:
             return
         error = saved.error
         if isinstance(error, checkpoint.NotFinite):
-            raise RunError(
+            raise FailsAgainError(
                 f"step {saved.step}: {error}, so it is not saved; {self._kept()}; give the same command again with a "
                 "lower optimizer.lr or a longer lr_schedule.warmup"
             ) from error
@@ -338,6 +398,10 @@ class Loop:
     def _write_run(self) -> None:
         if not self.lead:
             return
+        try:
+            attempts.begin(self.folder)
+        except OSError as error:
+            self.progress.message(f"warning: {self.folder / attempts.FILE} could not be written: {error}")
         draft = self.folder / "run.yaml.tmp"
         try:
             draft.write_text(dump_run(self.run_spec), encoding="utf-8")
