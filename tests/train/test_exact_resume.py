@@ -51,7 +51,14 @@ def life(mesh, run: RunSpec, stop_after: int | None) -> list[tuple]:
     told: list[tuple] = []
     batch = loop.data.batch
     taken: list[int] = []
-    loop.data.batch = lambda ids: (taken.extend(ids.tolist()), batch(ids))[1]
+
+    def noted(ids):
+        taken.extend(ids.tolist())
+        if stop_after == 1 and mesh.rank == mesh.world - 1:  # within the first step; before it, none is made
+            stop.requested = signal.SIGINT
+        return batch(ids)
+
+    loop.data.batch = noted
     record, scale = loop._count, loop.trainer.scale
 
     def count(step, totals, update):
@@ -63,8 +70,6 @@ def life(mesh, run: RunSpec, stop_after: int | None) -> list[tuple]:
             stop.requested = signal.SIGINT
 
     loop._count = count
-    if stop_after == 1 and mesh.rank == mesh.world - 1:
-        stop.requested = signal.SIGINT
     code = loop.run()
     assert code == (0 if stop_after in (None, STEPS) else 130)
     return told
