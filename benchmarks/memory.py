@@ -24,7 +24,7 @@ from meshwright.predict.modes import COMPARED
 from meshwright.predict.report import predict
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.run import Batch, Data, RunSpec
+from meshwright.spec.run import Batch, Checkpoint, Data, RunSpec
 from meshwright.train.trainer import Trainer
 from meshwright.verify.peak import peak
 
@@ -62,6 +62,7 @@ def measure(rank: int, ranks: int, precision: str, accumulate: int, names: list[
                     "layout": layout,
                     "precision": precision,
                     "device": "cpu",
+                    "checkpoint": Checkpoint(every=0),  # nothing is saved here, so no copy is held
                 }
             )
             # A mesh of its own, because buffers for collectives are kept with it.

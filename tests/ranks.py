@@ -45,6 +45,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+NEEDED = (
+    "torch.distributed",
+    "torch.distributed.checkpoint",
+    "torch.distributed.device_mesh",
+    "meshwright.comm.mesh",
+    "meshwright.comm.check",
+)
+"""What the server loads for all ranks; the rest of torch and of meshwright takes a rank little."""
 GRACE = 3.0
 """Seconds the other ranks get to fail by themselves once one has failed."""
 
@@ -186,7 +194,7 @@ def serve(fd: int) -> None:
     import torch
 
     torch.set_num_threads(1)
-    for name in ("torch.distributed", "torch.distributed.device_mesh", "meshwright.comm.mesh", "meshwright.comm.check"):
+    for name in NEEDED:
         importlib.import_module(name)
     gc.freeze()
     with socket.socket(fileno=fd) as connection:

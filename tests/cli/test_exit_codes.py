@@ -95,7 +95,8 @@ def test_help_names_every_command_and_has_examples(capsys: pytest.CaptureFixture
     for command in COMMANDS:
         assert run([command, "-h"]) == 0
         said = capsys.readouterr().out
-        assert f"meshwright {command} run.yaml" in said
+        example = "inspect runs/demo" if command == "checkpoint" else "run.yaml"
+        assert f"meshwright {command} {example}" in said
         assert "exit codes:" in said.lower()
     assert run(["--version"]) == 0
     assert capsys.readouterr().out.startswith("meshwright 0.")

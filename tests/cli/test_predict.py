@@ -40,6 +40,8 @@ def test_tables_hold_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
     lines = [line.split() for line in out.splitlines()]
     for name, number in foretold.memory.categories.items():
         assert [*name.split(), f"{number:,}"] in [line[: len(name.split()) + 1] for line in lines]
+    copy = foretold.memory.host["checkpoint copy"]
+    assert copy > 0 and ["checkpoint", "copy,", "on", "the", "host", f"{copy:,}"] in [line[:6] for line in lines]
     for row in foretold.traffic:
         assert [row.key.operation, row.key.axis, row.key.reason, row.key.phase, str(row.count)] in [
             x[:5] for x in lines

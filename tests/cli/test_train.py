@@ -20,6 +20,7 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.load import describe, load_run
 from meshwright.spec.run import RunSpec
 from meshwright.train.lock import locked
+from meshwright.train.signals import StopFlag
 
 
 @pytest.fixture
@@ -31,7 +32,8 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
         seen.update(argv=argv, run=load_run(Path(argv[1])), **options)
         return 130
 
-    def run_rank(run: RunSpec, **options: Any) -> int:
+    def run_rank(run: RunSpec, stop: StopFlag, **options: Any) -> int:
+        stop.restore()
         seen.update(rank=run, **options)
         return 3
 

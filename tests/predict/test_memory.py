@@ -17,7 +17,7 @@ from meshwright.predict.states import states
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec, RopeScaling
 from meshwright.spec.presets import PRESETS
-from meshwright.spec.run import LOSS_ROWS, Batch, Data, RunSpec
+from meshwright.spec.run import LOSS_ROWS, Batch, Checkpoint, Data, RunSpec
 
 DTYPES = {"fp32": torch.float32, "float64": torch.float64}
 GPT2 = ModelSpec(family="gpt2", vocab=33, hidden=16, layers=2, heads=4, max_seq=256)
@@ -167,7 +167,7 @@ def test_the_largest_micro_batch_counts_and_a_rank_without_a_sequence_has_no_act
 
 
 def test_the_peak_is_the_fullest_moment_and_its_lines_are_the_memory() -> None:
-    run = RunSpec(layout=Layout(dp=4, zero=3), device="cpu")
+    run = RunSpec(layout=Layout(dp=4, zero=3), device="cpu", checkpoint=Checkpoint(every=0))
     found = memory(run, run.layout, 0)
     fullest = max(moments(run, run.layout, 4, cpu=True), key=lambda moment: moment.total)
     assert found.moment == fullest.what == "MLP of block 3"
@@ -205,6 +205,19 @@ def test_only_the_cpu_keeps_copies_for_reductions() -> None:
     head = 4 * (33 * 16 + 16)
     assert on_their_way(run, two, wholes(run, two), 2) == 2 * block + head
     assert on_their_way(run, two, wholes(run, two), 0) == head
+
+
+def test_the_copy_of_a_checkpoint_is_on_the_host_and_that_is_the_device_where_it_is_the_cpu() -> None:
+    run = RunSpec(model=GPT2, layout=Layout(dp=2))
+    copy = 3 * 4 * count(GPT2) // 2  # the ranks share the writing
+    there, here = memory(run, run.layout, 0, "cuda"), memory(run, run.layout, 0, "cpu")
+    assert there.host == here.host
+    assert there.host["checkpoint copy"] == pytest.approx(copy, abs=3 * 4 * 8)
+    assert there.total == sum(there.categories.values())
+    assert here.total == sum(here.categories.values()) + here.host["checkpoint copy"]
+    for options in (Checkpoint(every=0), Checkpoint(background=False)):
+        none = run.model_copy(update={"checkpoint": options})
+        assert memory(none, run.layout, 0, "cpu").host == {"checkpoint copy": 0}
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

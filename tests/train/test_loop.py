@@ -6,6 +6,7 @@ import contextlib
 import errno
 import io
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from meshwright.comm.blackbox import BlackBox, read
 from meshwright.spec.errors import RunError, UserError
 from meshwright.spec.load import load_run
 from meshwright.spec.run import RunSpec
-from meshwright.train import checkpoint
+from meshwright.train import checkpoint, folders, tensorfile
 from meshwright.train.folders import check_resume
 from meshwright.train.loop import Loop
 from meshwright.train.postmortem import doing
@@ -73,10 +74,10 @@ def test_weights_that_did_not_change_are_not_saved_again(folder, ranks):
     """Steps 2 and 3 are skipped: step 2 is not due, being step 1 again; the last step always is."""
     (code, _, said), _ = ranks.run(2, life, run_of("optimizer.lr=1e30", "steps=3", "checkpoint.keep=9"), folder)
     assert code == 0 and any("step 2 skipped" in line for line in said)
-    assert checkpoint.steps(folder / "run" / "checkpoints") == [1, 3]
+    assert folders.steps(folder / "run" / "checkpoints") == [1, 3]
     (code, counts, _), _ = ranks.run(2, life, run_of("steps=5", "max_skips=9", "checkpoint.keep=9"), folder)
     assert (code, counts.skipped) == (0, 4)
-    assert checkpoint.steps(folder / "run" / "checkpoints") == [1, 3, 5]
+    assert folders.steps(folder / "run" / "checkpoints") == [1, 3, 5]
 
 
 def spoilt(mesh, run: RunSpec, folder: Path, step: int, rank: int) -> tuple[int | str, Counts, list[str]]:
@@ -107,29 +108,65 @@ def test_weights_that_are_not_finite_are_not_saved(folder, ranks):
     assert not any("step 3: saved" in line for line in said)
 
 
-def unsaved(mesh, run: RunSpec, folder: Path, fails: list[int]) -> tuple[int | str, Counts, list[str]]:
-    """The same on a disk that is full at the steps `fails`."""
-    write = checkpoint._write
+def unsaved(mesh, run: RunSpec, folder: Path, fails: list[int], who: int) -> tuple[int | str, Counts, list[str]]:
+    """The same on a disk that is full for `who` at the steps `fails`, in the middle of a file."""
+    write = tensorfile.write
 
-    def full(aside: Path, tensors: object, meta: dict, advance: object) -> None:
-        if meta["step"] in fails:
+    def full(path: Path, *args: object) -> object:
+        if mesh.rank == who and any(f"step-{step:08d}" in str(path) for step in fails):
+            path.write_bytes(b"partial")
             raise OSError(errno.ENOSPC, "No space left on device")
-        write(aside, tensors, meta, advance)
+        return write(path, *args)
 
-    checkpoint._write = full
+    tensorfile.write = full
     try:
         return life(mesh, run, folder)
     finally:
-        checkpoint._write = write
+        tensorfile.write = write
 
 
-def test_a_run_whose_last_save_failed_has_failed(folder, ranks):
-    (code, _, said), _ = ranks.run(2, unsaved, run_of("steps=3"), folder, [2])
-    assert code == 0 and any("warning: checkpoint of step 2 failed" in line for line in said)
-    (error, _, _), other = ranks.run(2, unsaved, run_of("steps=5"), folder, [5])
-    assert error.startswith("all steps are done, but the last checkpoint is missing: run/checkpoints/step-00000005 ")
-    assert error.endswith("; run/checkpoints has steps 3, 4 still; mend that and give the same command again")
-    assert other[0] == 0
+def slow_copies(mesh, run: RunSpec, folder: Path) -> int | str:
+    """The same where copying takes longer than a step."""
+    copy = checkpoint.Saver._copy
+
+    def slowly(self: checkpoint.Saver) -> None:
+        time.sleep(0.2)
+        copy(self)
+
+    checkpoint.Saver._copy = slowly
+    try:
+        return life(mesh, run, folder)[0]
+    finally:
+        checkpoint.Saver._copy = copy
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_a_step_updates_nothing_that_is_still_being_copied(folder, ranks, zero):
+    """Copied slowly, or not at all while training waits: what is saved after each step is the same."""
+    options = (f"layout.zero={zero}", "steps=3", "checkpoint.keep=9")
+    assert ranks.run(2, slow_copies, run_of(*options), folder) == [0, 0]
+    (code, _, _), _ = ranks.run(2, life, run_of(*options, "out=waits", "checkpoint.background=false"), folder)
+    assert code == 0
+    for step in (1, 2, 3):
+        ours, theirs = (checkpoint.load(folders.path(Path(out, "checkpoints"), step))[0] for out in ("run", "waits"))
+        assert all(torch.equal(theirs[name], tensor) for name, tensor in ours.items()), step
+
+
+@pytest.mark.parametrize("background", ["true", "false"])
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_run_whose_last_save_failed_has_failed(folder, ranks, who, background):
+    """Training goes on with all ranks, loudly; nothing partial is left."""
+    options = (f"checkpoint.background={background}",)
+    (code, _, said), (other, *_) = ranks.run(2, unsaved, run_of("steps=3", *options), folder, [2], who)
+    assert (code, other) == (0, 0)
+    (told,) = [line for line in said if "warning" in line]
+    assert told.startswith("warning: checkpoint of step 2 failed: run/checkpoints/step-00000002 could not be written: ")
+    assert "No space left on device" in told
+    assert sorted(os.listdir("run/checkpoints")) == ["latest", "step-00000001", "step-00000003"]
+    for error, _, _ in ranks.run(2, unsaved, run_of("steps=5", *options), folder, [5], who):
+        assert error.startswith("all steps are done, but the last checkpoint is missing: run/checkpoints/step-00000005")
+        assert error.endswith("; run/checkpoints has steps 3, 4 still; mend that and give the same command again")
+    assert sorted(os.listdir("run/checkpoints")) == ["latest", "step-00000003", "step-00000004"]
 
 
 def last_words(mesh, run: RunSpec, folder: Path) -> str:
@@ -166,8 +203,8 @@ def test_a_step_is_not_taken_for_what_came_before_it(folder, ranks):
     assert found == ["at step 1, computing", "at step 2, computing"]
 
 
-def damage(step: int) -> None:
-    file = checkpoint.path(Path("run/checkpoints"), step) / checkpoint.TENSORS
+def damage(step: int, rank: int = 1) -> None:
+    file = folders.path(Path("run/checkpoints"), step) / f"rank-0000{rank}.safetensors"
     content = bytearray(file.read_bytes())
     content[-5] ^= 1
     file.write_bytes(content)
@@ -177,7 +214,7 @@ def test_damaged_checkpoints_never_begin_a_run_anew_unasked(folder, ranks):
     ranks.run(2, life, run_of("steps=3"), folder)
     damage(3)
     (_, _, said), _ = ranks.run(2, life, run_of("steps=3"), folder)
-    assert any("passed over a damaged checkpoint: run/checkpoints/step-00000003" in line for line in said)
+    assert any("passed over a checkpoint that is not whole: run/checkpoints/step-00000003" in line for line in said)
     assert any("resumed after step 2" in line for line in said)
     damage(2)
     damage(3)
@@ -185,18 +222,65 @@ def test_damaged_checkpoints_never_begin_a_run_anew_unasked(folder, ranks):
     assert UserError.__name__ in first.error
     for words in (
         "none of the checkpoints in run/checkpoints is whole",
-        "step-00000003/tensors.safetensors is damaged: its checksum",
-        "step-00000002/tensors.safetensors is damaged: its checksum",
+        "step-00000003/rank-00001.safetensors is damaged: its checksum",
+        "step-00000002/rank-00001.safetensors is damaged: its checksum",
         "put one back from a backup, or write checkpoint.resume=never to begin anew",
     ):
         assert words in first.error
-    assert checkpoint.steps(folder / "run" / "checkpoints") == [2, 3]
+    assert folders.steps(folder / "run" / "checkpoints") == [2, 3]
     (code, _, _), _ = ranks.run(2, life, run_of("steps=1", "checkpoint.resume=never"), folder)
     assert code == 0
     assert {path.name for path in (folder / "run" / "checkpoints").iterdir()} == {
-        "step-00000001", "superseded-step-00000002", "superseded-step-00000003",
+        "latest", "step-00000001", "superseded-step-00000002", "superseded-step-00000003",
         "superseded-step-00000003-2",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_what_one_rank_alone_cannot_read_is_passed_over_by_all(folder, ranks, zero):
+    """At stage 3 nobody else reads that file; and then one that only a look at the manifest finds, and an old one."""
+    options = (f"layout.zero={zero}", "steps=4", "checkpoint.keep=9")
+    ranks.run(2, life, run_of(*options), folder)
+    before = checkpoint.load(Path("run/checkpoints/step-00000001"))[0]
+    damage(3)
+    os.remove("run/checkpoints/step-00000004/rank-00000.safetensors")
+    os.rename("run/checkpoints/step-00000002/manifest.json", "run/checkpoints/step-00000002/meta.json")
+    ends = ranks.run(2, life, run_of(*options, "checkpoint.every=0"), folder)
+    assert [end[0] for end in ends] == [0, 0]
+    said = ends[0][2]
+    passed = [line for line in said if "passed over" in line]
+    at = "run/checkpoints/step-0000000"
+    assert len(passed) == 3
+    assert f"{at}4/rank-00000.safetensors is missing" in passed[0]
+    assert f"{at}3/rank-00001.safetensors is damaged: its checksum" in passed[1]
+    assert ("as rank 1 sees it" in passed[1]) == (zero == 3)
+    assert f"{at}2 is of an older release" in passed[2]
+    assert any("resumed after step 1" in line for line in said)
+    assert folders.steps(Path("run/checkpoints")) == [1]
+    assert all(torch.equal(before[n], t) for n, t in checkpoint.load(Path("run/checkpoints/step-00000001"))[0].items())
+
+
+def test_a_step_asked_for_by_number_is_not_passed_over(folder, ranks):
+    ranks.run(2, life, run_of("steps=3"), folder)
+    damage(3)
+    for error, _, said in ranks.run(2, life, run_of("steps=4", "checkpoint.resume=3"), folder):
+        assert "step-00000003/rank-00001.safetensors is damaged" in error
+        assert not any("resumed" in line for line in said)
+    (code, _, said), _ = ranks.run(2, life, run_of("steps=4", "checkpoint.resume=2"), folder)
+    assert code == 0 and any("resumed after step 2" in line for line in said)
+
+
+def test_a_run_without_a_checkpoint_says_that_it_starts_fresh(folder, ranks):
+    (_, _, said), _ = ranks.run(2, life, run_of("steps=1"), folder)
+    assert "starting fresh: no checkpoint in run/checkpoints" in said
+
+
+def test_a_checkpoint_that_was_renamed_is_not_taken_for_another_step(folder, ranks):
+    ranks.run(2, life, run_of("steps=2"), folder)
+    os.rename("run/checkpoints/step-00000002", "run/checkpoints/step-00000009")
+    (_, _, said), _ = ranks.run(2, life, run_of("steps=3"), folder)
+    assert any("step-00000009 holds step 2" in line for line in said)
+    assert any("resumed after step 1" in line for line in said)
 
 
 def test_a_run_that_goes_on_with_another_text_says_so(folder, ranks):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.train import checkpoint
+from meshwright.train import checkpoint, folders
 
 FIELDS = [
     "model={layers: 1, hidden: 16, heads: 2, kv_heads: 1, ffn: 24}",
@@ -58,7 +58,7 @@ def wait_for(process: subprocess.Popen, words: str) -> str:
 
 
 def parameters(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    return checkpoint.load(checkpoint.path(folder / "run" / "checkpoints", step))[0]
+    return checkpoint.load(folders.path(folder / "run" / "checkpoints", step))[0]
 
 
 def metrics(folder: Path, split: str = "train") -> list[dict]:
@@ -91,7 +91,7 @@ def test_an_interrupted_run_goes_on_to_the_same_numbers(folder, tmp_path_factory
     code, _, err = interrupted(folder, signal.SIGINT, "steps=240", "checkpoint.every=120")
     assert code == 130, err
     assert "Traceback" not in err and "stopped after step" in err
-    reached = checkpoint.steps(folder / "run" / "checkpoints")[-1]
+    reached = folders.steps(folder / "run" / "checkpoints")[-1]
     assert 5 <= reached < 240
     code, _, err = finish(start(folder, "steps=240", "checkpoint.every=120"))
     assert code == 0, err

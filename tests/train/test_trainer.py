@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from meshwright.spec.errors import RunError, UserError
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import Batch, Data, LrSchedule, Optimizer, RunSpec
-from meshwright.train import state
+from meshwright.train import checkpoint, state
 from meshwright.train.lossscale import FLOOR, GROWTH_INTERVAL, LossScale
+from meshwright.train.parts import Part
 from meshwright.train.trainer import Trainer
 from meshwright.verify.unequal import UnequalData
 
@@ -40,7 +42,30 @@ def data_of(run: RunSpec) -> UnequalData:
 
 
 def snapshot(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in state.tensors(trainer).items()}
+    """Weights and moments, whole, by kind and name; collective."""
+    named = [("model", placement, tensor.clone()) for placement, tensor in trainer.sharded.named_parameters()]
+    named += [(kind, placement, tensor.clone()) for placement, kind, tensor in trainer.optimizer.named_moments()]
+    return {f"{kind}/{placement.name}": tensor for kind, placement, tensor in named}
+
+
+def save(trainer: Trainer, folder: Path, step: int = 1, tensors: dict[str, torch.Tensor] | None = None) -> Path:
+    """Save `trainer`, or in its name the whole `tensors`; returns where."""
+    trainer.sharded.settle()
+    parts = state.saved_parts(trainer)
+    if tensors is not None:
+        parts = [Part.whole(name, tensor) for name, tensor in tensors.items()]
+    saver = checkpoint.Saver(folder, trainer.mesh, parts, keep=9, background=False)
+    saver.save(step, state.meta(trainer, step, state.Counts()))
+    ended = saver.wait()
+    assert ended is not None and ended.error is None
+    return ended.where
+
+
+def restore(trainer: Trainer, where: Path) -> None:
+    found = checkpoint.manifest_of(where)
+    state.check_fits(trainer, found)
+    checkpoint.read(where, state.held_parts(trainer), found)
+    state.restored(trainer, found.meta)
 
 
 class Silent(UnequalData):
@@ -152,15 +177,15 @@ def test_initial_weights_are_the_plain_models_bit_for_bit(ranks, dp, zero, preci
             assert torch.equal(found[f"model/{name}"], parameter)
 
 
-def save_and_go_on(mesh, run, at, steps):
+def save_and_go_on(mesh, run, at, steps, folder):
     trainer = Trainer(run, mesh)
     data = data_of(run)
     for step in range(at):
         trainer.update(step, trainer.accumulate(data, step))
-    saved, about = snapshot(trainer), state.meta(trainer, at, state.Counts())
+    where = save(trainer, folder, at)
     other = Trainer(run.model_copy(update={"seed": 99}), mesh)
     other.run = run
-    state.restore(other, saved, about)
+    restore(other, where)
     for step in range(at, steps):
         other.update(step, other.accumulate(data, step))
     return snapshot(other)
@@ -168,55 +193,56 @@ def save_and_go_on(mesh, run, at, steps):
 
 @pytest.mark.parametrize("at", [0, 1, 4])
 @pytest.mark.parametrize(("zero", "precision"), [(0, "fp32"), (1, "fp32"), (2, "bf16"), (3, "fp32"), (3, "fp16")])
-def test_a_restored_trainer_goes_on_bit_for_bit(ranks, at, zero, precision):
+def test_a_restored_trainer_goes_on_bit_for_bit(ranks, tmp_path, at, zero, precision):
     run = run_of(LLAMA, 2, zero, precision=precision)
     expected = ranks.run(2, train, run, 5)[0]
-    for found in ranks.run(2, save_and_go_on, run, at, 5):
+    for found in ranks.run(2, save_and_go_on, run, at, 5, tmp_path):
         assert all(torch.equal(expected[name], tensor) for name, tensor in found.items())
 
 
-def under_another_stage(mesh, run, other, steps):
+def under_another_stage(mesh, run, other, steps, folder):
     """Save under one stage and go on under another."""
     trainer, data = Trainer(run, mesh), data_of(run)
     trainer.update(0, trainer.accumulate(data, 0))
-    saved, about = snapshot(trainer), state.meta(trainer, 1, state.Counts())
+    where = save(trainer, folder)
     after = Trainer(other, mesh)
-    state.restore(after, saved, about)
+    restore(after, where)
     for step in range(1, steps):
         after.update(step, after.accumulate(data, step))
     return snapshot(after)
 
 
-def test_a_checkpoint_fits_other_precisions_with_masters_of_its_dtype():
+def test_a_checkpoint_fits_other_precisions_with_masters_of_its_dtype(tmp_path):
     trainer = alone(run_of(LLAMA, 1))
-    saved, about = snapshot(trainer), state.meta(trainer, 1, state.Counts())
+    saved, where = snapshot(trainer), save(trainer, tmp_path)
     other = alone(run_of(LLAMA, 1, precision="bf16", seed=2))
-    state.restore(other, saved, about)
-    assert all(torch.equal(saved[name], tensor) for name, tensor in state.tensors(other).items())
+    restore(other, where)
+    assert all(torch.equal(saved[name], tensor) for name, tensor in snapshot(other).items())
     weight = other.model.get_parameter("model.norm.weight")
     assert torch.equal(weight, saved["model/model.norm.weight"].to(torch.bfloat16))
     with pytest.raises(UserError, match=r"precision=fp32 \(this run: float64\)"):
-        state.restore(alone(run_of(LLAMA, 1, precision="float64")), saved, about)
+        restore(alone(run_of(LLAMA, 1, precision="float64")), where)
 
 
-def test_a_loss_scale_goes_on_only_where_there_was_one():
+def test_a_loss_scale_goes_on_only_where_there_was_one(tmp_path):
     wide, half = alone(run_of(LLAMA, 1)), alone(run_of(LLAMA, 1, precision="fp16"))
     half.scale.value, half.scale.good_steps = 8.0, 5
-    of_wide, of_half = (state.meta(trainer, 1, state.Counts()) for trainer in (wide, half))
+    of_wide, of_half = save(wide, tmp_path, 1), save(half, tmp_path, 2)
     same = LossScale(8.0, True, 5)
-    for about, precision, expected in (
+    for where, precision, expected in (
         (of_wide, "fp16", LossScale.of("fp16")), (of_half, "fp16", same), (of_half, "bf16", LossScale())
     ):  # fmt: skip
         other = alone(run_of(LLAMA, 1, precision=precision))
-        state.restore(other, snapshot(wide), about)
+        restore(other, where)
         assert other.scale == expected
 
 
-def test_a_checkpoint_fits_every_stage(ranks):
+def test_a_checkpoint_fits_every_stage(ranks, tmp_path):
     run = run_of(GPT2, 2, 3, precision="float64")
     expected = ranks.run(2, train, run, 3)[0]
     for zero in (0, 1, 2):
-        for found in ranks.run(2, under_another_stage, run, run_of(GPT2, 2, zero, precision="float64"), 3):
+        other = run_of(GPT2, 2, zero, precision="float64")
+        for found in ranks.run(2, under_another_stage, run, other, 3, tmp_path):
             for name, tensor in found.items():
                 torch.testing.assert_close(tensor, expected[name], rtol=1e-9, atol=1e-12)
 
@@ -307,30 +333,31 @@ def alone(run: RunSpec) -> Trainer:
     return Trainer(run, Mesh.single(torch.device("cpu")))
 
 
-def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing():
+def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path):
     trainer = alone(run_of(LLAMA, 1))
     other = alone(run_of(LLAMA.model_copy(update={"ffn": 40}), 1))
     before = snapshot(trainer)
     with pytest.raises(UserError, match=r"another model: model.ffn=40 \(this run: 24\)"):
-        state.restore(trainer, state.tensors(other), state.meta(other, 1, state.Counts()))
-    assert all(torch.equal(before[name], tensor) for name, tensor in state.tensors(trainer).items())
+        restore(trainer, save(other, tmp_path))
+    assert all(torch.equal(before[name], tensor) for name, tensor in snapshot(trainer).items())
 
 
 @pytest.mark.parametrize("part", ["model", "exp_avg", "exp_avg_sq"])
-def test_missing_unexpected_and_misshapen_tensors_are_named(part):
+def test_missing_unexpected_and_misshapen_tensors_are_named(tmp_path, part):
     trainer = alone(run_of(LLAMA, 1))
-    about = state.meta(trainer, 1, state.Counts())
     name = f"{part}/model.norm.weight"
     whole = snapshot(trainer)
-    for spoilt, words in (
-        ({n: t for n, t in whole.items() if n != name}, f"lacks {name}"),
-        (whole | {"model/extra": torch.ones(1)}, "unexpected model/extra"),
-        (whole | {name: torch.ones(3)}, f"misshapen {name}"),
-        (whole | {name: whole[name].double()}, f"misshapen {name}"),
+    for step, (spoilt, words) in enumerate(
+        (
+            ({n: t for n, t in whole.items() if n != name}, f"lacks {name}"),
+            (whole | {"model/extra": torch.ones(1)}, "unexpected model/extra"),
+            (whole | {name: torch.ones(3)}, f"misshapen {name}"),
+            (whole | {name: whole[name].double()}, f"misshapen {name}"),
+        )
     ):
         with pytest.raises(RunError, match=words):
-            state.restore(trainer, spoilt, about)
-    assert all(torch.equal(whole[n], t) for n, t in state.tensors(trainer).items())
+            restore(trainer, save(trainer, tmp_path, step, spoilt))
+    assert all(torch.equal(whole[n], t) for n, t in snapshot(trainer).items())
 
 
 def evaluate_between(mesh, run):

@@ -11,7 +11,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.predict.memory import memory
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.run import Batch, Data, RunSpec
+from meshwright.spec.run import Batch, Checkpoint, Data, RunSpec
 from meshwright.train.trainer import Trainer
 from meshwright.verify.peak import MADE, Peak, Watch, peak
 from meshwright.verify.unequal import proof_data
@@ -29,6 +29,7 @@ def run_of(model: ModelSpec, ranks: int, accumulate: int = 1, micro: int = 1, **
             "batch": Batch(sequences=ranks * micro * accumulate, micro=micro),
             "layout": Layout(dp=ranks, zero_join=0),
             "device": "cpu",
+            "checkpoint": Checkpoint(every=0),  # nothing is saved here, so no copy is held
             **options,
         }
     )

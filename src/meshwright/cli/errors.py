@@ -19,7 +19,7 @@ Exit codes:
   0    done
   1    failed while running
   2    wrong input
-  3    the answer is no (verify found a difference)
+  3    the answer is no (verify found a difference, or damage)
   130  interrupted; 143 terminated: training saves first"""
 
 

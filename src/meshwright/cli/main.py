@@ -19,6 +19,7 @@ COMMANDS = {
     "train": "Train a model, on several ranks.",
     "predict": "Tell what a run will hold, move and compute; starts nothing.",
     "verify": "Prove that a layout computes what one device computes.",
+    "checkpoint": "Look into checkpoints, check, export and import them.",
 }
 
 
@@ -60,6 +61,7 @@ def commands() -> None:
     meshwright train run.yaml steps=500   a run file, and a field of it replaced
     meshwright predict run.yaml --json    what that will cost, for a program
     meshwright verify run.yaml            proof that its layout is right
+    meshwright checkpoint export runs/demo exported
     meshwright COMMAND --help             more, with examples
 
     Results go to stdout, everything else to stderr. NO_COLOR is respected.

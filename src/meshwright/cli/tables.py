@@ -94,10 +94,15 @@ def summary(run: RunSpec, foretold: Prediction, fit: Fit | None = None) -> Table
         f"{foretold.micro_batches} micro-batch{'es' * (foretold.micro_batches != 1)} a rank, "
         f"{flops(foretold.flops.executed_per_step.total)}",
     )
-    parts = sorted(foretold.memory.categories.items(), key=lambda item: -item[1])[:4]
+    on_device = foretold.memory.categories | (foretold.memory.host if foretold.memory.device == "cpu" else {})
+    parts = sorted(on_device.items(), key=lambda item: -item[1])[:4]
     largest = ", ".join(f"{name} {size(value)}" for name, value in parts)
     rest = foretold.memory.total - sum(value for _, value in parts)
     largest += f", others {size(rest)}" if rest else ""
+    if foretold.memory.device != "cpu":
+        largest += "".join(
+            f"; on the host {name} {size(value)}" for name, value in foretold.memory.host.items() if value
+        )
     rows.add_row("memory", f"{size(foretold.memory.total)} a rank: {largest}")
     if fit is not None:
         rows.add_row("fits", _fits(fit, foretold.memory.total))
@@ -197,7 +202,16 @@ def _memory(foretold: Prediction) -> Table:
     rows = table("category", "bytes", "", figures=2)
     for name, number in memory.categories.items():
         rows.add_row(name, f"{number:,}", size(number))
-    rows.add_row("all", f"{memory.total:,}", size(memory.total), style="bold")
+    host = [(f"{name}, on the host", f"{number:,}", size(number)) for name, number in memory.host.items()]
+    total = ("all", f"{memory.total:,}", size(memory.total))
+    if memory.device == "cpu":  # the host's memory is the device's
+        for row in host:
+            rows.add_row(*row)
+        rows.add_row(*total, style="bold")
+        return rows
+    rows.add_row(*total, style="bold")
+    for row in host:
+        rows.add_row(*row)
     return rows
 
 

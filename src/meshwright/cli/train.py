@@ -4,26 +4,52 @@ from __future__ import annotations
 
 import os
 import tempfile
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from meshwright.cli.common import check_ranks, console, load, run_options, say
+from meshwright.cli.common import check_ranks, console, load, run_options, say, split
 from meshwright.comm.place import launched, place
 from meshwright.spec.errors import UserError
 from meshwright.train.lock import locked
+from meshwright.train.signals import StopFlag, die_with_parent, ended_by_signals
 
 if TYPE_CHECKING:
     from meshwright.spec.run import RunSpec
+    from meshwright.train.nodes import Nodes
 
 
 @click.command("train")
 @run_options
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    metavar="N",
+    default=0,
+    help="Start the ranks again from the last checkpoint when one dies, N times.",
+)
+@click.option("--nnodes", metavar="MIN[:MAX]", help="One of several nodes; --ranks are then those of this node.")
+@click.option("--rdzv-endpoint", metavar="HOST:PORT", help="Where the nodes meet: one of them, and a free port there.")
+@click.option("--rdzv-id", metavar="NAME", default="meshwright", help="Tells runs apart that meet at one endpoint.")
+@click.option("--local-addr", metavar="ADDRESS", help="By which the other nodes reach this one; else its name.")
 @click.option("--show", is_flag=True, help="Print the whole run, every default resolved, as YAML; start nothing.")
 @click.option("--fields", is_flag=True, help="List every field of a run file; start nothing.")
 def command(
-    words: tuple[str, ...], ranks: int | None, quiet: bool, verbose: bool, debug: bool, show: bool, fields: bool
+    words: tuple[str, ...],
+    ranks: int | None,
+    quiet: bool,
+    verbose: bool,
+    debug: bool,
+    max_restarts: int,
+    nnodes: str | None,
+    rdzv_endpoint: str | None,
+    rdzv_id: str,
+    local_addr: str | None,
+    show: bool,
+    fields: bool,
 ) -> int | None:
     """Train a model on several ranks of this machine, or join torchrun's.
 
@@ -37,6 +63,8 @@ def command(
     meshwright train run.yaml layout.dp=4 optimizer.lr=3e-4 fields replaced
     meshwright train model=gpt2-tiny model.layers=6 data.path=book.txt out=runs/book
     meshwright train run.yaml --show                        the resolved run, as YAML
+    meshwright train run.yaml --max-restarts 3              a rank that dies is started again, with all others
+    meshwright train run.yaml --ranks 8 --nnodes 1:4 --rdzv-endpoint node0:29400     the same on each of 1 to 4 nodes
     torchrun --nproc-per-node 4 -m meshwright train run.yaml
 
     \b
@@ -51,15 +79,23 @@ def command(
 
         console().print(table())
         return None
+    # From here on a rank that is asked to stop remembers it, through the seconds that torch takes to be imported. It
+    # does so until its end: there is no later moment at which it had better die of it.
+    stop = StopFlag().install() if launched() and not show else None
+    if nnodes is not None and not (show or launched()):
+        with ended_by_signals():
+            meeting = (nnodes, rdzv_endpoint, rdzv_id, local_addr)
+            return _launch_node(words, ranks, meeting, Options(quiet, verbose, debug, max_restarts))
     run = load(words, _ranks(ranks))
     if show:
         from meshwright.spec.load import dump_run
 
         click.echo(dump_run(run), nl=False)
         return None
-    if launched():
-        return _be_rank(run, quiet, verbose)
-    return _launch(run, quiet, verbose, debug)
+    if stop is not None:
+        return _be_rank(run, stop, quiet, verbose)
+    with ended_by_signals():
+        return _launch(run, Options(quiet, verbose, debug, max_restarts))
 
 
 def _ranks(asked: int | None) -> int | None:
@@ -72,44 +108,95 @@ def _ranks(asked: int | None) -> int | None:
     return world
 
 
-def _be_rank(run: RunSpec, quiet: bool, verbose: bool) -> int:
+def _be_rank(run: RunSpec, stop: StopFlag, quiet: bool, verbose: bool) -> int:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()  # torchrun's agent would leave its ranks running when it is killed
     from meshwright.train.loop import run_rank
     from meshwright.train.report import LAUNCHED
 
     if place().rank != 0 or os.environ.get(LAUNCHED):
-        return run_rank(run, quiet=quiet)
+        return run_rank(run, stop, quiet=quiet)
     with locked(Path(run.out)):  # under torchrun nobody has done this yet
         _tell(run, quiet, verbose)
-        return run_rank(run, quiet=quiet)
+        return run_rank(run, stop, quiet=quiet)
 
 
-def _launch(run: RunSpec, quiet: bool, verbose: bool, debug: bool) -> int:
+@dataclass(frozen=True)
+class Options:
+    """Of a command that starts ranks."""
+
+    quiet: bool
+    verbose: bool
+    debug: bool
+    max_restarts: int
+
+
+def _launch(run: RunSpec, options: Options) -> int:
     check_ranks(run.layout.world, "or torchrun on more machines; `meshwright predict` needs none")
     check_devices(run.device, run.layout.world)
     folder = Path(run.out)
     check_writable(folder)
     with locked(folder):
-        return _launch_in(folder, run, quiet, verbose, debug)
+        return _launch_in(folder, run, run, run.layout.world, options)
 
 
-def _launch_in(folder: Path, run: RunSpec, quiet: bool, verbose: bool, debug: bool) -> int:
+def _launch_node(
+    words: tuple[str, ...], ranks: int | None, meeting: tuple[str, str | None, str, str | None], options: Options
+) -> int:
+    """One node of several. Its ranks settle dp=auto by how many there are of all nodes: it may change at a restart."""
+    from meshwright.spec.load import load_run
+    from meshwright.train.nodes import Nodes
+
+    nodes = Nodes.of(*meeting)
+    if ranks is None:
+        raise UserError("command line: --nnodes needs --ranks N: the number of ranks on this node")
+    asked = load_run(*split(words))
+    if nodes.elastic and asked.layout.dp != "auto":
+        raise UserError(
+            f"layout: dp={asked.layout.dp} cannot change with the number of nodes; use layout.dp=auto, or --nnodes N"
+        )
+    for count in range(nodes.least, nodes.most + 1):
+        run = asked.model_copy(update={"layout": asked.layout.resolve(ranks * count)})
+    check_ranks(ranks, "on each node")
+    check_devices(run.device, ranks)
+    folder = Path(run.out)
+    check_writable(folder)
+    # Folders may be shared by all nodes, or not. The node that all others need to meet holds it for all.
+    holds = locked(folder, f"the run {nodes.name} at {nodes.endpoint}") if nodes.hosted_here else nullcontext()
+    with holds:
+        return _launch_in(folder, run, asked, ranks, options, nodes)
+
+
+def _launch_in(
+    folder: Path, run: RunSpec, for_ranks: RunSpec, ranks: int, options: Options, nodes: Nodes | None = None
+) -> int:
+    """Check, prepare and tell `run`; then start `ranks` ranks, which read `for_ranks`."""
     from meshwright.train.folders import check_resume
     from meshwright.train.text import prepare
 
-    check_resume(run)
-    if not quiet:  # a large text takes a while
+    if nodes is None:  # a node that comes back may find that the run has left that step behind; the ranks look
+        check_resume(run)
+    if not options.quiet:  # a large text takes a while
         say(f"reading {run.data.path}")
     prepare(run.data, run.model.vocab, folder / "data", say=say)
-    _tell(run, quiet, verbose)
+    _tell(run, options.quiet, options.verbose)
     from meshwright.spec.load import dump_run
     from meshwright.train.launch import launch
 
     # The ranks get the resolved run: it may have come from a pipe, or be edited while they start.
     with tempfile.TemporaryDirectory(prefix="meshwright-run-") as name:
         file = Path(name) / "run.yaml"
-        file.write_text(dump_run(run), encoding="utf-8")
-        flags = [flag for flag, on in (("--quiet", quiet), ("--debug", debug)) if on]
-        return launch(["train", str(file), *flags], ranks=run.layout.world, folder=folder, quiet=quiet, debug=debug)
+        file.write_text(dump_run(for_ranks), encoding="utf-8")
+        flags = [flag for flag, on in (("--quiet", options.quiet), ("--debug", options.debug)) if on]
+        return launch(
+            ["train", str(file), *flags],
+            ranks=ranks,
+            folder=folder,
+            quiet=options.quiet,
+            debug=options.debug,
+            max_restarts=options.max_restarts,
+            nodes=nodes,
+        )
 
 
 def check_devices(device: str, ranks: int) -> None:

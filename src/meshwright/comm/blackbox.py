@@ -30,7 +30,9 @@ _STATE_AT = _ENTRY_AT + 16
 _NOTE_AT = _ENTRY_AT + _ENTRY.size
 _TICKS = struct.Struct("<q")
 _TICKS_AT = _NOTE_AT + _NOTE.size
-_SIZE = _TICKS_AT + _TICKS.size
+_STOP = struct.Struct("<ii")  # signal that this rank was sent; signal that all agreed to stop for
+_STOP_AT = _TICKS_AT + _TICKS.size
+_SIZE = _STOP_AT + _STOP.size
 _WIDTHS = (24, 32, 104)  # bytes of operation, axis, reason
 _STATES = ("new", "in", "done")
 _IN, _DONE = 1, 2
@@ -51,6 +53,8 @@ class Record:
     time: float  # seconds since the epoch at which that collective was issued or waited for
     note: str  # what the rank said it was doing since that collective; "" if nothing
     ticks: int  # how often the rank said that it advances in work without communication
+    asked: int = 0  # the signal by which this rank itself was asked to stop
+    stopped: int = 0  # the signal for which all ranks agreed to stop, once they have stopped
 
 
 def box_path(folder: str | os.PathLike[str], rank: int) -> Path:
@@ -121,6 +125,10 @@ class BlackBox:
         self._ticks += 1
         _TICKS.pack_into(self._map, _TICKS_AT, self._ticks)
 
+    def stopped(self, agreed: int, asked: int) -> None:
+        """All ranks stopped in order because of signal `agreed`; `asked`: the one that came to this rank, 0 if none."""
+        _STOP.pack_into(self._map, _STOP_AT, asked, agreed)
+
 
 def read(path: str | os.PathLike[str]) -> Record | None:
     """What a rank, alive or dead, has left. A truncated file reads as far as it goes; None if nothing is readable."""
@@ -135,6 +143,7 @@ def read(path: str | os.PathLike[str]) -> Record | None:
     sequence, entered, state, text = _ENTRY.unpack_from(data, _ENTRY_AT)
     noted, _, note = _NOTE.unpack_from(data, _NOTE_AT)
     (ticks,) = _TICKS.unpack_from(data, _TICKS_AT)
+    asked, stopped = _STOP.unpack_from(data, _STOP_AT)
     op, axis, reason = (_text(text[start : start + width]) for start, width in zip((0, 24, 56), _WIDTHS, strict=True))
     return Record(
         pid=pid,
@@ -148,6 +157,8 @@ def read(path: str | os.PathLike[str]) -> Record | None:
         time=entered,
         note=_text(note) if noted >= sequence else "",
         ticks=ticks,
+        asked=asked,
+        stopped=stopped,
     )
 
 

@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.comm.blackbox import BlackBox
 from meshwright.comm.check import Checks
 from meshwright.comm.collectives import Group
-from meshwright.comm.lead import Lead
 from meshwright.comm.ledger import Ledger
+from meshwright.comm.patience import Patience
 from meshwright.comm.scratch import Scratch
 from meshwright.spec.layout import AXES, Axis, Layout
 
@@ -36,8 +36,8 @@ class Mesh:
     """All ranks of a run on their axes, seen from this one.
 
     rank, world: this rank's number and how many there are. sizes, coords: by axis, sizes[axis] ranks and this rank's
-    place 0 … sizes[axis] - 1. device: where this rank computes. ledger, blackbox: shared by all groups. lead: what
-    rank 0 does alone while the others wait.
+    place 0 … sizes[axis] - 1. device: where this rank computes. ledger, blackbox: shared by all groups. patience:
+    waiting for what takes its time outside of collectives.
     """
 
     def __init__(
@@ -48,10 +48,11 @@ class Mesh:
         self.ledger = Ledger()
         self._scratch = Scratch()
         self.blackbox = BlackBox.from_environment(rank)
-        self.lead = Lead(rank, self.world, self.blackbox, timeout)
+        self.patience = Patience(self.world, self.blackbox, timeout)
         self._timeout = timeout
         self._groups: dict[tuple[Axis, ...], Group] = {}
         self._parts: dict[tuple[str, int], Group] = {}
+        self._storage_group: dist.ProcessGroup | None = None
         self._process_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._checks = Checks(rank, timeout) if self.world > 1 and Checks.wanted() else None
         self.world_group = self._group("world", range(self.world))
@@ -62,6 +63,7 @@ class Mesh:
         for group in (self.world_group, *self._groups.values(), *self._parts.values()):
             group.process_group = None
         self._process_groups.clear()
+        self._storage_group = None
 
     def _locate(self, sizes: dict[Axis, int], order: Iterable[Axis], rank: int) -> None:
         self.rank = rank
@@ -128,6 +130,18 @@ class Mesh:
         base = self.rank - sum(self.coords[a] * strides[a] for a in axes)
         places = itertools.product(*(range(self.sizes[a]) for a in axes))
         return sorted(base + sum(p * strides[a] for p, a in zip(place, axes, strict=True)) for place in places)
+
+    def storage_group(self) -> dist.ProcessGroup | None:
+        """A group of all ranks on the CPU that nothing else uses, for what other threads agree on; None for one rank.
+
+        It waits for days, because disks may be slow: see patience.py for who notices that nothing advances. All ranks
+        must ask for it at the same point.
+        """
+        if self.world == 1:
+            return None
+        if self._storage_group is None:
+            self._storage_group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+        return self._storage_group
 
     @property
     def device_mesh(self) -> DeviceMesh:

@@ -58,7 +58,7 @@ def init(device: torch.device, timeout: float) -> Place:
     here = place()
     if device.type == "cpu":
         set_threads(here.local_world)
-        if here.address in _LOOPBACK and platform.system() == "Linux":
+        if (here.address in _LOOPBACK or here.address.startswith("127.")) and platform.system() == "Linux":
             # All ranks are on this machine: do not depend on what its name resolves to.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     else:

@@ -220,6 +220,12 @@ class Sharded:
         """Whether a rank must run forward and backward in a micro-batch that has no sequence for it."""
         return self.stage == 3 and self.group.size > 1
 
+    @property
+    def copies(self) -> tuple[int, int]:
+        """How many ranks hold the same shards as this one, and which of them it is."""
+        group = self.group if self.stage == 0 else self.replicas
+        return (1, 0) if group is None else (group.size, group.rank)
+
     # -- what others read and write ------------------------------------------------------------------------------
 
     @torch.no_grad()

@@ -2,6 +2,7 @@
 
 States (parameters, gradients, master weights, Adam moments, scalars) are exact and always there. What comes and goes
 beside them is that of the fullest moment of a step: see predict/peak.py for the moments, and for what is left out.
+The host's memory holds the copy that checkpoints are written from; on the CPU that is the same memory.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.predict.peak import moments
-from meshwright.predict.states import STATES, buffers, states
+from meshwright.predict.states import STATES, buffers, checkpoint_copy, states
 from meshwright.spec.batch import largest_micro
 from meshwright.spec.layout import Layout
 from meshwright.spec.run import RunSpec
@@ -22,7 +23,8 @@ Device = Literal["cpu", "cuda"]
 class Memory:
     """One rank's bytes by category when it holds most, `sequences` being its largest micro-batch.
 
-    moment: where in the step that is. device: what the rank computes on; "cuda" stands for any accelerator.
+    moment: where in the step that is. device: what the rank computes on; "cuda" stands for any accelerator. host: what
+    the rank holds in the host's memory beside it, from its first checkpoint on.
     """
 
     rank: int
@@ -30,10 +32,12 @@ class Memory:
     categories: dict[str, int]
     moment: str
     device: Device
+    host: dict[str, int]
 
     @property
     def total(self) -> int:
-        return sum(self.categories.values())
+        """Bytes of the device's memory, and of the host's where they are one."""
+        return sum(self.categories.values()) + (sum(self.host.values()) if self.device == "cpu" else 0)
 
     @property
     def states(self) -> int:
@@ -54,4 +58,5 @@ def memory(run: RunSpec, layout: Layout, rank: int, device: Device | None = None
         "buffers": buffers(run),
         "inputs": 2 * 8 * sequences * run.data.seq_len,  # tokens and targets, int64
     }
-    return Memory(rank, sequences, always | fullest.lines, fullest.what, device)
+    host = {"checkpoint copy": checkpoint_copy(run, layout, rank)}
+    return Memory(rank, sequences, always | fullest.lines, fullest.what, device, host)

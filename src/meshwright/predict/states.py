@@ -41,6 +41,24 @@ def padded(run: RunSpec, layout: Layout) -> dict[str, int]:
     return {name: -(-size // cut) * cut for name, size in unit_counts(run.model, layout.join).items()}
 
 
+def checkpoint_copy(run: RunSpec, layout: Layout, rank: int) -> int:
+    """Bytes that data rank `rank` keeps in the host's memory to write checkpoints from while training goes on, exact.
+
+    Master weights and both moments of its part: ranks that hold the same shard share the writing. 0 where nothing is
+    saved, or training waits for it.
+    """
+    if not (run.checkpoint.every and run.checkpoint.background):
+        return 0
+    cut = shards(layout)
+    copies, place, which = layout.data_ranks // cut, rank % cut, rank // cut
+    elements = 0
+    for size in unit_counts(run.model).values():
+        length = -(-size // cut)
+        low, high = (min(length * place + length * part // copies, size) for part in (which, which + 1))
+        elements += high - low  # without padding
+    return 3 * master_bytes(run) * elements
+
+
 def master_bytes(run: RunSpec) -> int:
     """Bytes of one weight as the optimizer updates it: float32 at least."""
     return max(DTYPE_BYTES[run.precision], 4)

@@ -9,3 +9,7 @@ class UserError(Exception):
 
 class RunError(Exception):
     """A run that failed while running, for a reason a user can read. Exit code 1, no traceback."""
+
+
+class FailsAgainError(RunError):
+    """A run that failed and would fail again in the same way, so that nobody is to restart it."""

@@ -108,6 +108,12 @@ class Checkpoint(Part):
         25, description="steps between checkpoints, and after the last; 0: never"
     )
     keep: Count = Field(2, description="newest checkpoints kept")
+    keep_every: Annotated[int, Field(ge=0)] = Field(
+        0, description="steps that this divides are kept beside the newest; 0: none"
+    )
+    background: bool = Field(
+        True, description="write while training goes on, from a copy in the host's memory; false: training waits"
+    )
     resume: Literal["auto", "never"] | Annotated[int, Field(ge=0)] = Field(
         "auto", description="auto: from the newest whole one, if any; never; or a step"
     )

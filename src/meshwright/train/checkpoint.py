@@ -1,104 +1,231 @@
-"""Checkpoints that are whole or absent: a folder a step, written aside, flushed, and put in place by one rename.
+"""Saving a run while it trains, and finding and reading what was saved.
 
-    checkpoints/step-00000050/tensors.safetensors    every tensor by name
-    checkpoints/step-00000050/meta.json              step and run, the tensors' size and checksum, and its own checksum
+    training     step 50 │ forward and backward of step 51 │ update │ step 52 │ …
+    a thread             │ copy │ write, flush, manifest, rename, pointer, prune │
 
-A process that dies anywhere in `save` leaves the former checkpoints as they were, and a hidden folder that the next
-save clears away. A step that is saved again is moved to "former-step-…" first, and counts there until its successor
-is in place. Nothing is ever pickled.
+In a thread each rank copies its part of the state into buffers that it keeps, and writes the copy (storage.py has the
+format, parts.py who writes what). Forward and backward change nothing of what is saved, so training waits for the copy
+only before it updates, which it seldom must. The ranks' threads agree by a process group of their own. A save begins
+when the one before it is over.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import re
-import shutil
-import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
+from meshwright.comm.mesh import Mesh
 from meshwright.spec.errors import RunError
-from meshwright.train import tensorfile
-from meshwright.train.folders import former, path, place, steps
+from meshwright.train import folders
+from meshwright.train.manifest import Manifest
+from meshwright.train.parts import LoadParts, Part, SaveParts
+from meshwright.train.storage import NotFinite, Reader, Writer
 
-__all__ = ["CheckpointError", "Newest", "NotFinite", "load", "newest", "path", "save", "set_aside", "steps"]
-
-TENSORS, META = "tensors.safetensors", "meta.json"
-_ASIDE = re.compile(r"\.saving-(\d+)-.*")  # the process that writes or removes it, and what
+# One rank alone is no mistake.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 class CheckpointError(RunError):
     """A checkpoint that could not be written; the former ones are untouched."""
 
 
-class NotFinite(RunError):
-    """Tensors that nobody could go on from are not saved; the former checkpoints are untouched."""
+@dataclass(frozen=True)
+class Saved:
+    """How a save ended on this rank.
+
+    error: None, or CheckpointError or NotFinite, which say why there is no such checkpoint. stall: seconds that
+    training stood still for it; seconds: from its beginning to its end.
+    """
+
+    step: int
+    where: Path
+    error: RunError | None
+    stall: float
+    seconds: float
+
+
+class Saver:
+    """A run's saves below `folder`, on this rank.
+
+    parts: what this rank writes, views of what trains, which must stay where it is, and between `save` and `copied` as
+    it is. keep: newest checkpoints kept;
+    keep_every: steps that it divides are kept beside these, 0 for none. background=False saves while training waits,
+    and takes no memory. All ranks make one, and save the same steps.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        mesh: Mesh,
+        parts: Sequence[Part],
+        *,
+        keep: int,
+        keep_every: int = 0,
+        background: bool = True,
+    ) -> None:
+        self.folder, self.mesh = folder, mesh
+        self.keep, self.keep_every, self.background = keep, keep_every, background
+        self._parts = list(parts)
+        self._staged: list[Part] | None = None
+        self._group = mesh.storage_group()
+        self._running: _Save | None = None
+
+    def save(self, step: int, meta: Mapping[str, Any], *, background: bool = True) -> Saved | None:
+        """Begin to save `step` with `meta`, which must be JSON; returns how the save before ended, if there was one.
+
+        Call `copied` before the parts change. With background=False, for a caller who waits in any case, it is over on
+        return and nothing is copied.
+        """
+        former = self.wait()
+        background = background and self.background
+        began = time.perf_counter()
+        parts = self._parts
+        if background:
+            if self._staged is None:
+                self._staged = [replace(part, tensor=_host_buffer(part.tensor)) for part in self._parts]
+            parts = self._staged
+        writer = Writer(
+            self.folder, step, meta, keep=self.keep, keep_every=self.keep_every, advance=self.mesh.patience.advance
+        )
+        self._running = _Save(step, self._copy, lambda: self._write(writer, parts), began, background)
+        return former
+
+    def copied(self) -> None:
+        """Wait until the parts may change: those of the save under way, if there is one, have been copied."""
+        if self._running is not None:
+            began = time.perf_counter()
+            self._running.copied.wait()
+            self._running.stall += time.perf_counter() - began
+
+    def poll(self) -> Saved | None:
+        """How the save under way ended, once, if it is over by now."""
+        return self.wait() if self._running is not None and self._running.over else None
+
+    def wait(self) -> Saved | None:
+        """Wait for the save under way, if there is one, and tell how it ended.
+
+        Raises RunError where no rank's writing advances any more.
+        """
+        running, self._running = self._running, None
+        if running is None:
+            return None
+        began = time.perf_counter()
+        self.mesh.patience.wait(lambda: running.over, f"the checkpoint of step {running.step}")
+        stall = running.stall + time.perf_counter() - began
+        where = folders.place(self.folder, running.step)
+        error = _in_words(running.error, where)
+        return Saved(running.step, where, error, stall, running.ended - running.began)
+
+    def _copy(self) -> None:
+        """The parts as they are now, into buffers that are made at the first save and used again."""
+        assert self._staged is not None
+        for part, staged in zip(self._parts, self._staged, strict=True):
+            staged.tensor.copy_(part.tensor, non_blocking=True)
+        if self.mesh.device.type != "cpu":
+            torch.accelerator.synchronize(self.mesh.device)
+
+    def _write(self, writer: Writer, parts: list[Part]) -> None:
+        try:
+            dcp.save(
+                {},
+                storage_writer=writer,
+                planner=SaveParts(parts),
+                process_group=self._group,
+                no_dist=self._group is None,
+            )
+        except BaseException:
+            writer.give_up()
+            raise
+
+
+class _Save:
+    """One save under way: in a thread, after a copy; or over when it is made."""
+
+    def __init__(
+        self, step: int, copy: Callable[[], None], write: Callable[[], None], began: float, background: bool
+    ) -> None:
+        self.step, self.began = step, began
+        self.error: BaseException | None = None
+        self.ended = 0.0
+        self.copied = threading.Event()
+        self._copy, self._write = copy if background else None, write
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        if background:
+            self._thread.start()
+        else:
+            self._run()
+        self.stall = time.perf_counter() - began
+
+    @property
+    def over(self) -> bool:
+        return self.ended > 0
+
+    def _run(self) -> None:
+        try:
+            if self._copy is not None:
+                self._copy()
+            self.copied.set()
+            self._write()
+        except BaseException as error:  # told by Saver.wait, on the thread that trains
+            self.error = error
+        finally:
+            self.copied.set()
+            self.ended = time.perf_counter()
+
+
+def _host_buffer(like: Tensor) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")
+
+
+def _in_words(error: BaseException | None, where: Path) -> RunError | None:
+    """What a save's error means; torch collects those of all ranks in one."""
+    if error is None:
+        return None
+    if isinstance(error, CheckpointException):
+        _, (first, _) = min(error.failures.items())
+        told = _in_words(first, where)
+        assert told is not None
+        return told
+    if isinstance(error, NotFinite):
+        return error
+    if isinstance(error, OSError | RunError):
+        return CheckpointError(f"{where} could not be written: {error}")
+    raise error
+
+
+# -- what is there ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Newest:
-    """The newest whole checkpoint's step, None where there is none, and in words what newer ones were passed over."""
+    """The newest checkpoint that looks whole: its step and manifest, None where there is none; and in words what newer
+    ones were passed over."""
 
     step: int | None
     skipped: tuple[str, ...]
 
 
-def save(
-    folder: Path,
-    step: int,
-    tensors: Mapping[str, Tensor],
-    meta: Mapping[str, Any],
-    keep: int,
-    advance: Callable[[], None] = lambda: None,
-) -> Path:
-    """Write the checkpoint of `step`, then remove all but the newest `keep`.
+def newest(folder: Path, before: int | None = None) -> Newest:
+    """Find the newest checkpoint (of a step below `before`) whose manifest and files are all there.
 
-    `meta` must be JSON. Saving a step again replaces it. `advance` is called again and again meanwhile. Raises
-    CheckpointError where the file system refuses (disk full, no permission), what was written of this checkpoint is
-    removed then; NotFinite, before anything is written, where a tensor is not finite.
+    Checksums of the files are taken when they are read: see `read`.
     """
-    _check_finite(tensors, advance)
-    target = place(folder, step)
-    aside = _aside(target)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _clear_leftovers(folder)
-        aside.mkdir()
-        _write(aside, tensors, meta, advance)
-        _put_in_place(aside, target, former(folder, step))
-    except OSError as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise CheckpointError(f"{target} could not be written: {error}") from error
-    for old in [s for s in steps(folder) if s != step][::-1][keep - 1 :]:
-        _remove(path(folder, old))
-    return target
-
-
-def load(where: Path, device: torch.device | str = "cpu") -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors by name and `meta` of one checkpoint. Raises RunError naming a file that is missing or damaged."""
-    meta = _read_meta(where)
-    _check(where, meta)
-    try:
-        return load_file(where / TENSORS, device=str(device)), meta["meta"]
-    except (OSError, SafetensorError) as error:
-        raise RunError(f"{where / TENSORS} cannot be read: {error}") from error
-
-
-def newest(folder: Path) -> Newest:
-    """Find the newest checkpoint that is whole."""
     skipped = []
-    for step in reversed(steps(folder)):
+    for step in reversed(folders.steps(folder)):
+        if before is not None and step >= before:
+            continue
         try:
-            _check(path(folder, step), _read_meta(path(folder, step)))
+            manifest_of(folders.path(folder, step))
         except RunError as error:
             skipped.append(str(error))
         else:
@@ -106,130 +233,33 @@ def newest(folder: Path) -> Newest:
     return Newest(None, tuple(skipped))
 
 
-def set_aside(folder: Path, after: int) -> list[int]:
-    """Rename checkpoints of steps beyond `after`, so that a run that goes another way from there does not find them.
-
-    Returns their steps. They keep their content, as "superseded-step-…".
-    """
-    beyond = [step for step in steps(folder) if step > after]
-    if beyond:
-        _clear_leftovers(folder)
-    for step in beyond:
-        here = place(folder, step)
-        away = here.with_name(f"superseded-{here.name}")
-        number = 1
-        while away.exists():
-            number += 1
-            away = here.with_name(f"superseded-{here.name}-{number}")
-        os.rename(here, away)
-    return beyond
+def manifest_of(where: Path) -> Manifest:
+    """The manifest of one checkpoint. Raises RunError naming what is missing, damaged or of the wrong length."""
+    found = Manifest.read(where)
+    for name, size in found.files.items():
+        try:
+            there = (where / name).stat().st_size
+        except OSError as error:
+            raise RunError(f"{where / name} is missing or cannot be read: {error.strerror}") from error
+        if there != size:
+            raise RunError(f"{where / name} is damaged: {there} bytes, {size} were written")
+    found.check_cover()
+    return found
 
 
-def _check_finite(tensors: Mapping[str, Tensor], advance: Callable[[], None]) -> None:
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and tensor.numel():
-            # NaN spoils both; takes no memory.
-            lowest, highest = torch.aminmax(tensor)
-            if not (torch.isfinite(lowest) and torch.isfinite(highest)):
-                raise NotFinite(f"{name} is not finite")
-        advance()
-
-
-def _aside(target: Path, what: str = "") -> Path:
-    return target.with_name(f".saving-{os.getpid()}-{what}{target.name}")
-
-
-def _write(aside: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], advance: Callable[[], None]) -> None:
-    size, checksum = tensorfile.write(aside / TENSORS, tensors, advance)
-    about = {"meta": dict(meta), "bytes": size, "crc32": checksum}
-    with open(aside / META, "w", encoding="utf-8") as file:
-        json.dump(about | {"meta_crc32": _meta_checksum(about)}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    _flush(aside)
-
-
-def _meta_checksum(about: Mapping[str, Any]) -> int:
-    """CRC-32 of what JSON makes of `about`, whatever the order of its keys."""
-    return zlib.crc32(json.dumps(json.loads(json.dumps(about)), sort_keys=True).encode())
-
-
-def _put_in_place(aside: Path, target: Path, before: Path) -> None:
-    again = target.exists()
-    if again:
-        os.rename(target, before)
-    os.rename(aside, target)
-    _flush(target.parent)
-    if again:
-        _remove(before)
-
-
-def _remove(where: Path) -> None:
-    """Take a checkpoint away: renamed first, so that a half-removed one is never mistaken for a damaged one."""
-    away = _aside(where, "old-")
-    with contextlib.suppress(OSError):
-        shutil.rmtree(away, ignore_errors=True)
-        os.rename(where, away)
-        shutil.rmtree(away)
-
-
-def _clear_leftovers(folder: Path) -> None:
-    """Finish what processes that died have begun; leave alone what belongs to one that lives."""
-    for entry in folder.iterdir():
-        if (match := _ASIDE.fullmatch(entry.name)) and not _lives(int(match[1])):
-            shutil.rmtree(entry, ignore_errors=True)
-    for step in steps(folder):
-        here, before = place(folder, step), former(folder, step)
-        if before.exists():
-            if here.exists():
-                _remove(before)
-            else:
-                os.rename(before, here)
-
-
-def _lives(process: int) -> bool:
-    """Whether another process of this number is there: what this one left over is of a save that failed."""
-    if process == os.getpid():
-        return False
+def read(where: Path, parts: Sequence[Part], found: Manifest | None = None) -> None:
+    """Fill `parts` from the checkpoint in `where`. Raises RunError naming a file that is missing or damaged, or a
+    tensor that is not there; then some parts may have been filled."""
+    reader = Reader(where, manifest_of(where) if found is None else found)
     try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        return True
-    return True
+        dcp.load({}, storage_reader=reader, planner=LoadParts(parts), no_dist=True)
+    except CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from None
 
 
-def _read_meta(where: Path) -> dict[str, Any]:
-    try:
-        about = json.loads((where / META).read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise RunError(f"{where / META} is missing") from error
-    except OSError as error:
-        raise RunError(f"{where / META} cannot be read: {(error.strerror or str(error)).lower()}") from error
-    except ValueError as error:
-        raise RunError(f"{where / META} is damaged: it is not what was written") from error
-    if not isinstance(about, dict) or about.keys() != {"meta", "bytes", "crc32", "meta_crc32"}:
-        raise RunError(f"{where / META} is damaged: it is not what was written")
-    if about.pop("meta_crc32") != _meta_checksum(about):
-        raise RunError(f"{where / META} is damaged: its checksum is not what was written")
-    return about
-
-
-def _check(where: Path, meta: Mapping[str, Any]) -> None:
-    try:
-        size, checksum = tensorfile.checksum(where / TENSORS)
-    except OSError as error:
-        raise RunError(f"{where / TENSORS} is missing or cannot be read: {error}") from error
-    if size != meta["bytes"]:
-        raise RunError(f"{where / TENSORS} is damaged: {size} bytes, {meta['bytes']} were written")
-    if checksum != meta["crc32"]:
-        raise RunError(f"{where / TENSORS} is damaged: its checksum is not what was written")
-
-
-def _flush(what: Path) -> None:
-    descriptor = os.open(what, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def load(where: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """All tensors of one checkpoint, whole, and its meta; on the CPU. Raises RunError as `read` does."""
+    found = manifest_of(where)
+    tensors = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in found.tensors.items()}
+    read(where, [Part.whole(name, tensor) for name, tensor in tensors.items()], found)
+    return tensors, found.meta

@@ -1,14 +1,25 @@
-"""Which checkpoints a run's folder has, by the names of their folders alone. Imports no torch."""
+"""Checkpoints as folders: which there are, and how one is put in place, pointed to, set aside and removed.
+
+A checkpoint is written to a hidden folder aside and put in place by one rename, so it is whole or absent. A step that
+is saved again is moved to "former-step-…" first, and counts there until its successor is in place. A process that
+dies anywhere leaves the former checkpoints as they were, and a hidden folder that the next save clears away.
+Imports no torch.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import shutil
 from pathlib import Path
 
 from meshwright.spec.errors import UserError
 from meshwright.spec.run import RunSpec
 
 FORMER = "former-"
+LATEST = "latest"
+_ASIDE = re.compile(r"\.saving-(\d+)-.*")  # the process that writes or removes it, and what
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -36,6 +47,11 @@ def steps(folder: Path) -> list[int]:
     return sorted({int(match[1]) for match in map(_NAME.fullmatch, names) if match})
 
 
+def is_checkpoint(folder: Path) -> bool:
+    """Whether the name of `folder` says that it is, or was, a checkpoint."""
+    return _NAME.search(folder.name) is not None
+
+
 def check_resume(run: RunSpec) -> None:
     """Raise UserError where `checkpoint.resume` is a step that has no checkpoint."""
     folder, resume = Path(run.out) / "checkpoints", run.checkpoint.resume
@@ -46,3 +62,108 @@ def check_resume(run: RunSpec) -> None:
         listed = f"only of {', '.join(map(str, there))}; name one of these, or auto"
         choice = listed if there else "and none of any other; use auto"
         raise UserError(f"checkpoint.resume={resume}: {folder} has no checkpoint of step {resume}, {choice}")
+
+
+def aside(target: Path, what: str = "") -> Path:
+    """Where this process prepares what will be `target`."""
+    return target.with_name(f".saving-{os.getpid()}-{what}{target.name}")
+
+
+def put_in_place(prepared: Path, folder: Path, step: int) -> None:
+    """Make the folder `prepared`, whose files are flushed, the checkpoint of `step`, and then let "latest" name it,
+    for whoever looks at the folder from outside. Raises OSError."""
+    target, before = place(folder, step), former(folder, step)
+    pointer = aside(folder / LATEST)
+    try:
+        # Written first: a disk that is full is noticed while nothing has changed.
+        with open(pointer, "w", encoding="utf-8") as file:
+            file.write(f"{target.name}\n")
+            file.flush()
+            os.fsync(file.fileno())
+        flush(prepared)
+        again = target.exists()
+        if again:
+            os.rename(target, before)
+        os.rename(prepared, target)
+        flush(folder)
+        os.rename(pointer, folder / LATEST)
+    except OSError:
+        with contextlib.suppress(OSError):
+            pointer.unlink()
+        raise
+    if again:
+        remove(before)
+
+
+def prune(folder: Path, step: int, keep: int, keep_every: int) -> None:
+    """Remove all but `step`, the `keep` − 1 newest others, and every step that `keep_every` divides (0: none)."""
+    others = [s for s in steps(folder) if s != step and not (keep_every and s % keep_every == 0)]
+    for old in others[::-1][keep - 1 :]:
+        remove(path(folder, old))
+
+
+def set_aside(folder: Path, after: int) -> list[int]:
+    """Rename checkpoints of steps beyond `after`, so that a run that goes another way from there does not find them.
+
+    Returns their steps. They keep their content, as "superseded-step-…".
+    """
+    beyond = [step for step in steps(folder) if step > after]
+    if beyond:
+        clear_leftovers(folder)
+    for step in beyond:
+        here = place(folder, step)
+        away = here.with_name(f"superseded-{here.name}")
+        number = 1
+        while away.exists():
+            number += 1
+            away = here.with_name(f"superseded-{here.name}-{number}")
+        os.rename(here, away)
+    return beyond
+
+
+def remove(where: Path) -> None:
+    """Take a checkpoint away: renamed first, so that a half-removed one is never mistaken for a damaged one."""
+    away = aside(where, "old-")
+    with contextlib.suppress(OSError):
+        shutil.rmtree(away, ignore_errors=True)
+        os.rename(where, away)
+        shutil.rmtree(away)
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Finish what processes that died have begun; leave alone what belongs to one that lives."""
+    for entry in folder.iterdir():
+        if (match := _ASIDE.fullmatch(entry.name)) and not lives(int(match[1])):
+            if entry.is_dir():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                entry.unlink(missing_ok=True)
+    for step in steps(folder):
+        here, before = place(folder, step), former(folder, step)
+        if before.exists():
+            if here.exists():
+                remove(before)
+            else:
+                os.rename(before, here)
+
+
+def lives(process: int) -> bool:
+    """Whether another process of this number is there: what this one left over is of a save that failed."""
+    if process == os.getpid():
+        return False
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def flush(folder: Path) -> None:
+    """Let the disk have the folder's names. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,25 +17,23 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import torch.distributed.elastic.rendezvous.registry as rendezvous_registry
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SubprocessContext
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousGracefulExitError,
+    RendezvousTimeoutError,
+)
 
-from meshwright.comm.blackbox import ENVIRONMENT as BLACK_BOXES
 from meshwright.spec.errors import RunError, UserError
 from meshwright.spec.exits import OK, RanksEnded
+from meshwright.train import nodes as rendezvous
+from meshwright.train.agent import Agent, worker_spec
+from meshwright.train.nodes import Nodes
 from meshwright.train.postmortem import Evidence
-from meshwright.train.rank import LOGGED
-from meshwright.train.report import ERROR_FILE, LAUNCHED
-from meshwright.train.signals import LAUNCHER_PID
-from meshwright.train.watch import StopRequests, Watch
+from meshwright.train.watch import StopAskedError, StopRequests, Watch
 
-MONITOR_INTERVAL = 0.1
 GRACE = 60.0
 """Seconds without progress after which ranks that were asked to stop are killed."""
-_STORE_TRIES = 3
 _TORCH_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _TORCH_LOGGERS = ("torch.distributed.elastic", "torchelastic-events-null")
 
@@ -51,18 +48,22 @@ def launch(
     entry: str = "meshwright",
     grace: float = GRACE,
     check: bool = False,
+    max_restarts: int = 0,
+    nodes: Nodes | None = None,
 ) -> int:
     """Run `entry` with `argv` on `ranks` local ranks and return the command's exit code.
 
     `entry` is a module (`python -m entry …`) or the path of a script (it ends in .py). `folder` is the run's: the
     output of ranks above 0 goes to `folder`/logs, that of rank 0 where the launcher's own goes. `grace`: seconds
     that ranks have, without any progress, to end once asked to stop. `quiet` leaves out remarks, never a failure.
+    `max_restarts`: how often the ranks are started again after one has failed, unless it would fail again.
+    `nodes`: the ranks are one node's of a run; how agent.py deals with the others is said there.
 
     Exit codes: 0 and 3 as the ranks had it; 1 a rank failed (the report is on stderr); 2 a rank found wrong input;
     130 and 143 stopped by SIGINT and SIGTERM; 141 nobody reads stdout any more. Blocks the calling thread, which
     should be the main one: signals are only handled there, and the ranks die with it. Raises UserError if the folder
-    cannot be written, RunError if no rank can be started, and with `check`, RanksEnded, which has the code, for any
-    but 0.
+    cannot be written, RunError if no rank can be started or the other nodes are lost, and with `check`, RanksEnded,
+    which has the code, for any but 0.
     """
     if ranks < 1:
         raise UserError(f"ranks: {ranks} asked for; at least 1 is needed")
@@ -73,114 +74,57 @@ def launch(
 
     command = ["-m", entry] if not entry.endswith(".py") else [entry]
     with StopRequests() as requests, _evidence(folder) as evidence, _torch_quiet(debug):
-        spec = _worker_spec([*command, *argv], ranks)
-        agent = _Agent(
-            spec, _RankFiles(evidence, debug), lambda ps: Watch(ps, evidence, requests, grace=grace, say=say)
-        )
-        try:
-            agent.run()
-        except OSError as exc:
-            raise RunError(f"launch: the {ranks} ranks cannot be started ({exc})") from exc
-        finally:
-            spec.rdzv_handler.shutdown()
-        if agent.watch.failed is not None:
-            _print(agent.watch.failed.tell(evidence, debug=debug))
-        if check and agent.exit_code != OK:
-            raise RanksEnded(agent.exit_code)
+        handler = _meet(nodes, requests)
+        if handler is None:
+            code = 128 + (requests.signal or 0)
+        else:
+            spec = worker_spec([*command, *argv], ranks, handler, max_restarts, nodes.address if nodes else "127.0.0.1")
+            agent = Agent(
+                spec, evidence, requests,
+                lambda processes, traces: Watch(processes, traces, requests, grace=grace, say=say),
+                elastic=nodes is not None and nodes.elastic, debug=debug, say=say, tell=_print,
+            )  # fmt: skip
+            code = _run(agent, requests, nodes, say)
+    if check and code != OK:
+        raise RanksEnded(code)
+    return code
+
+
+def _meet(nodes: Nodes | None, requests: StopRequests) -> rendezvous.RendezvousHandler | None:
+    """The rendezvous, or None where this was asked to stop before there is one."""
+    try:
+        with requests.raising():
+            return rendezvous.meet(nodes)
+    except StopAskedError:
+        return None
+
+
+def _run(agent: Agent, requests: StopRequests, nodes: Nodes | None, say: Callable[[str], None]) -> int:
+    """See the agent to its end; returns the command's exit code."""
+    handler = agent.get_worker_group().spec.rdzv_handler
+    try:
+        agent.run()
         return agent.exit_code
-
-
-class _Agent(LocalElasticAgent):
-    """Torch's agent for one host, with our watch in place of its own.
-
-    Its own sends SIGTERM after the first failure and waits 30 s, cannot tell which failure was first within a second,
-    and answers a signal by raising an exception wherever it is.
-    """
-
-    def __init__(
-        self, spec: WorkerSpec, files: LogsSpecs, watch: Callable[[dict[int, subprocess.Popen[bytes]]], Watch]
-    ) -> None:
-        super().__init__(spec, files)
-        self._make_watch = watch
-        self.watch: Watch
-        self.exit_code: int
-
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
-        pids: dict[int, int] = super()._start_workers(worker_group)
-        assert isinstance(self._pcontext, SubprocessContext)
-        self.watch = self._make_watch({r: h.proc for r, h in self._pcontext.subprocess_handlers.items()})
-        return pids
-
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        code = self.watch.look()
-        if code is None:
-            return RunResult(WorkerState.HEALTHY)
-        self.exit_code = code
-        return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(self.watch.processes))
-
-
-class _RankFiles(LogsSpecs):
-    """Where each rank writes, and the environment by which it finds that."""
-
-    def __init__(self, evidence: Evidence, debug: bool) -> None:
-        super().__init__(str(evidence.logs))
-        self._evidence, self._debug = evidence, debug
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        threads = max(1, len(os.sched_getaffinity(0)) // len(envs))
-        dest = LogsDest()
-        for rank, env in envs.items():
-            env[ERROR_FILE] = dest.error_files[rank] = str(self._evidence.error_file(rank))
-            env[LAUNCHED] = "debug" if self._debug else "1"
-            env[LAUNCHER_PID] = str(os.getpid())
-            env[BLACK_BOXES] = str(self._evidence.boxes)
-            env.setdefault("OMP_NUM_THREADS", str(threads))
-            log = self._evidence.log(rank)
-            dest.stdouts[rank] = dest.stderrs[rank] = ""
-            if log is not None:
-                dest.stdouts[rank], dest.stderrs[rank] = os.devnull, str(log)
-                env[LOGGED] = "1"
-        return dest
-
-    @property
-    def root_log_dir(self) -> str:
-        return str(self._evidence.logs)
-
-
-def _worker_spec(command: Sequence[str], ranks: int) -> WorkerSpec:
-    """One node, a rendezvous on a port that the system picks, no restarts."""
-    parameters = RendezvousParameters(
-        backend="c10d",
-        endpoint="127.0.0.1:0",
-        run_id=uuid.uuid4().hex,
-        min_nodes=1,
-        max_nodes=1,
-        local_addr="127.0.0.1",
-        is_host=True,
-        timeout=60,
-    )
-    return WorkerSpec(
-        role="rank",
-        local_world_size=ranks,
-        entrypoint=sys.executable,
-        # the agent expands $ in arguments; "$$" is its way to write one
-        args=tuple(arg.replace("$", "$$") for arg in ("-m", "meshwright.train.rank", *command)),
-        rdzv_handler=_rendezvous(parameters),
-        max_restarts=0,
-        monitor_interval=MONITOR_INTERVAL,
-        local_addr="127.0.0.1",
-    )
-
-
-def _rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
-    for attempt in range(_STORE_TRIES):
-        try:
-            return rendezvous_registry.get_rendezvous_handler(parameters)
-        except (RendezvousConnectionError, OSError, RuntimeError) as exc:
-            if attempt == _STORE_TRIES - 1:
-                raise RunError(f"launch: no local port for the ranks to meet at ({exc})") from exc
-            time.sleep(0.2)
-    raise AssertionError
+    except StopAskedError:
+        say("stopped while there were no ranks")
+        return 128 + (requests.signal or 0)
+    except RendezvousGracefulExitError:
+        return OK
+    except RendezvousClosedError as exc:
+        raise RunError("launch: the run has ended on another node, which says why") from exc
+    except RendezvousTimeoutError as exc:
+        raise RunError(f"launch: waited {rendezvous.JOIN} s for other nodes in vain") from exc
+    except RendezvousConnectionError as exc:
+        where = nodes.endpoint if nodes else "this launcher"
+        raise RunError(
+            f"launch: the store at {where} is gone, where the nodes meet; start that node, and then this"
+        ) from exc
+    except OSError as exc:
+        raise RunError(f"launch: the ranks cannot be started ({exc})") from exc
+    finally:
+        # A node that leaves a run to others must not close the door behind it.
+        if nodes is None or not nodes.elastic or requests.signal is None:
+            handler.shutdown()
 
 
 @contextlib.contextmanager
@@ -198,8 +142,11 @@ def _evidence(folder: Path) -> Iterator[Evidence]:
     finally:
         shutil.rmtree(boxes, ignore_errors=True)
         with contextlib.suppress(OSError):
-            for path in logs.iterdir():
-                if path.suffix == ".json" or path.stat().st_size == 0:
+            for path in sorted(logs.rglob("*"), key=lambda p: len(p.parts), reverse=True):
+                if path.is_dir():
+                    if not any(path.iterdir()):
+                        path.rmdir()
+                elif path.suffix == ".json" or path.stat().st_size == 0:
                     path.unlink()
             for path in sorted(made, key=lambda p: len(p.parts), reverse=True):
                 path.rmdir()

@@ -16,10 +16,22 @@ NAME = ".lock"
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold `folder`, which is made if need be, as this process's own; raises UserError if another run holds it.
+class HeldError(UserError):
+    """Another run is in the folder."""
 
+    def __init__(self, folder: Path, holder: str) -> None:
+        self.holder = holder
+        super().__init__(
+            f"out: another run is in {folder}: {holder or 'a process that is just starting'}; "
+            "wait for its end, stop it, or name another folder with out=…"
+        )
+
+
+@contextlib.contextmanager
+def locked(folder: Path, run: str = "") -> Iterator[None]:
+    """Hold `folder`, which is made if need be, as this process's own; raises HeldError if another run holds it.
+
+    `run` names a run of several launchers, of which the first holds the folder for all.
     The kernel gives the lock back with the process, however that ends; the file that a killed one leaves is taken
     over. Where the file system knows no locks there is none. At the end the file is removed, and so are folders that
     were made here and are empty still.
@@ -27,7 +39,7 @@ def locked(folder: Path) -> Iterator[None]:
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        held = _hold(folder / NAME, folder)
+        held = _hold(folder / NAME, folder, run)
     except OSError as exc:
         raise UserError(f"out: {folder} cannot be written ({exc.strerror}); name a folder that can") from exc
     try:
@@ -41,8 +53,10 @@ def locked(folder: Path) -> Iterator[None]:
                 path.rmdir()
 
 
-def _hold(path: Path, folder: Path) -> int | None:
-    """The descriptor that holds the lock; it is closed in processes that this one starts. None: there are no locks."""
+def _hold(path: Path, folder: Path, run: str) -> int | None:
+    """The descriptor that holds the lock; it is closed in processes that this one starts. None: there are no locks, or
+    another launcher of the same run holds it."""
+    of_run = f" for {run}" if run else ""
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -50,10 +64,9 @@ def _hold(path: Path, folder: Path) -> int | None:
         except BlockingIOError:
             holder = os.read(file, 200).decode("utf-8", "replace").strip()
             os.close(file)
-            raise UserError(
-                f"out: another run is in {folder}: {holder or 'a process that is just starting'}; "
-                "wait for its end, stop it, or name another folder with out=…"
-            ) from None
+            if of_run and holder.endswith(of_run):
+                return None
+            raise HeldError(folder, holder) from None
         except OSError as exc:
             os.close(file)
             if exc.errno in _UNSUPPORTED:
@@ -64,6 +77,6 @@ def _hold(path: Path, folder: Path) -> int | None:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file), os.stat(path)):
                 os.truncate(file, 0)
-                os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+                os.write(file, f"process {os.getpid()} on {socket.gethostname()}{of_run}\n".encode())
                 return file
         os.close(file)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 FILE = "metrics.jsonl"
+KEPT = ("restart",)
+"""Splits whose lines stay when a run goes back to an earlier step: they tell of the going back."""
 _EVENTS = "events.out.tfevents.*"
 
 
@@ -26,16 +28,22 @@ class Metrics:
 
     metrics.jsonl holds one JSON object a line: step, split, and the values, null for those that are not finite.
     A run that begins at step 0 begins a new file and keeps an older one as metrics.jsonl.old; one that goes on after
-    step `start` first drops the lines of later steps, so that none appears twice. `enabled=False` touches nothing.
-    `warn` takes the text of the one warning; by default it is a Python warning.
+    step `start` first drops the lines of later steps, which are trained again, so that none appears twice; lines about
+    restarts stay. `again`: it does so at step 0 too, its ranks having been started again. `enabled=False` touches
+    nothing. `warn` takes the text of the one warning; by default it is a Python warning.
     """
 
-    def __init__(self, folder: Path, *, enabled: bool, start: int, warn: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, enabled: bool, start: int, again: bool = False, warn: Callable[[str], None] | None = None
+    ) -> None:
         self._path = folder / FILE
         self._enabled = enabled
         self._start = start
+        self._keeps = bool(start) or again
         self._warn = warn or (lambda text: warnings.warn(text.removeprefix("warning: "), RuntimeWarning, stacklevel=4))
         self._warned = False
+        self.last: dict[str, int] = {}
+        """By split the last step that the file had when it was opened, of what was kept of it."""
         self._lines: FileIO | None = None
         self._board: SummaryWriter | None = None
 
@@ -76,7 +84,7 @@ class Metrics:
     def _open_lines(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._path.exists():
-            if self._start:
+            if self._keeps:
                 self._drop_later()
             else:
                 os.replace(self._path, self._path.with_name(f"{FILE}.old"))
@@ -85,10 +93,23 @@ class Metrics:
     def _drop_later(self) -> None:
         draft = self._path.with_name(f"{FILE}.tmp")
         with self._path.open(encoding="utf-8", errors="replace") as lines, draft.open("w", encoding="utf-8") as kept:
-            kept.writelines(_up_to(lines, self._start))
+            kept.writelines(self._up_to(lines))
             kept.flush()
             os.fsync(kept.fileno())
         os.replace(draft, self._path)
+
+    def _up_to(self, lines: TextIO) -> Iterator[str]:
+        """What is kept: see the class. What is no whole line, as a killed run leaves, is dropped."""
+        for line in lines:
+            try:
+                about = json.loads(line)
+                split, step = about.get("split"), int(about["step"])
+                keep = line.endswith("\n") and (step <= self._start or split in KEPT)
+            except (ValueError, KeyError, TypeError, AttributeError):
+                continue
+            if keep:
+                self.last[split] = max(step, self.last.get(split, 0))
+                yield line
 
     def _write_line(self, step: int, split: str, values: Mapping[str, float | int | None]) -> None:
         assert self._lines is not None
@@ -121,14 +142,3 @@ class Metrics:
 
 def _finite(value: float | int | None) -> float | int | None:
     return value if value is not None and math.isfinite(value) else None
-
-
-def _up_to(lines: TextIO, last: int) -> Iterator[str]:
-    """The lines of steps up to `last`. What is no whole line, as a killed run leaves, is dropped."""
-    for line in lines:
-        try:
-            keep = line.endswith("\n") and json.loads(line)["step"] <= last
-        except (ValueError, KeyError, TypeError):
-            continue
-        if keep:
-            yield line

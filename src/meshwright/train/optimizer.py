@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwright.parallel.flat import Piece, Segment, Unit
+from meshwright.parallel.flat import Segment, Unit
 from meshwright.parallel.placement import Placement
 from meshwright.parallel.zero import Sharded
 from meshwright.spec.run import WIDENED, Optimizer
@@ -135,12 +135,9 @@ class FlatAdamW:
             for placement, moment in self._sharded.whole(shards.get, kind):
                 yield placement, kind, moment
 
-    def pieces(self) -> Iterator[tuple[Piece, str, Tensor]]:
-        """Each piece of this rank's shards, the moment's kind, and that part of it; 1-dim, a view."""
-        for state in self._states:
-            for piece in state.unit.pieces:
-                for kind in MOMENTS:
-                    yield piece, kind, piece.of(getattr(state, kind))
+    def shards(self) -> dict[Unit, dict[str, Tensor]]:
+        """By unit and kind, the moments of this rank's shards."""
+        return {state.unit: {kind: getattr(state, kind) for kind in MOMENTS} for state in self._states}
 
     def storages(self) -> dict[str, list[Tensor]]:
         """The tensors held, by the names that memory prediction uses."""

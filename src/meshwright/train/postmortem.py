@@ -31,6 +31,15 @@ class Evidence:
     boxes: Path
     """Black boxes: memory-mapped, so on a local disk; removed with the launcher."""
 
+    def of_start(self, number: int) -> Evidence:
+        """Where the ranks of start `number` (from 0) leave theirs: not among those of the starts before."""
+        if not number:
+            return self
+        started = Evidence(self.logs / f"restart-{number}", self.boxes / f"restart-{number}")
+        for folder in (started.logs, started.boxes):
+            folder.mkdir(parents=True, exist_ok=True)
+        return started
+
     def error_file(self, rank: int) -> Path:
         return self.logs / f"rank{rank}.error.json"
 
@@ -77,6 +86,11 @@ class Failure:
     @property
     def wrong_input(self) -> bool:
         return self.error.get("kind") == "user" or (not self.error and self.code == WRONG_INPUT)
+
+    @property
+    def for_good(self) -> bool:
+        """Whether ranks that are started again would fail in the same way."""
+        return self.wrong_input or self.error.get("kind") == "again"
 
     @property
     def echo(self) -> bool:

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator
 
 from meshwright.comm.place import rank_number
-from meshwright.spec.errors import RunError, UserError
+from meshwright.spec.errors import FailsAgainError, RunError, UserError
 from meshwright.spec.exits import FAILED, INTERRUPTED, OK, READER_GONE, WRONG_INPUT
 from meshwright.train.streams import reader_gone, stdout_fails
 
@@ -42,7 +42,8 @@ def record_failure(exc: BaseException, step: int | None = None) -> None:
     path = os.environ.get(ERROR_FILE)
     if not path or os.path.exists(path):
         return
-    kind = "user" if isinstance(exc, UserError) else "run" if isinstance(exc, RunError) else "bug"
+    kinds = {UserError: "user", FailsAgainError: "again", RunError: "run"}
+    kind = next((kind for known, kind in kinds.items() if isinstance(exc, known)), "bug")
     now = time.time()
     message = error_line(exc)
     trace = "".join(traceback.format_exception(exc))

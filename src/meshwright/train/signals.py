@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -35,6 +37,25 @@ def die_with_parent() -> bool:
     if os.getppid() != parent:  # it died before prctl took hold: no signal will come
         os._exit(128 + signal.SIGKILL)
     return done
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Around work that leaves nothing half done: SIGTERM and SIGHUP end it as SystemExit(143), and not in a death."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    former: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) == signal.SIG_DFL:
+                former[number] = signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
 
 
 class StopFlag:

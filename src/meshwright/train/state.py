@@ -1,38 +1,53 @@
-"""A trainer's whole state as named tensors, and back: what a checkpoint holds."""
+"""A trainer's whole state as parts of named tensors, and back: what a checkpoint holds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from meshwright.parallel.flat import Piece
+from meshwright.parallel.flat import Unit
 from meshwright.spec.errors import RunError, UserError
 from meshwright.spec.run import RunSpec
+from meshwright.train.manifest import Manifest
 from meshwright.train.optimizer import MOMENTS
+from meshwright.train.parts import Part, clipped, parts_of
 from meshwright.train.trainer import Trainer
 
 
-def tensors(trainer: Trainer, keep: bool = True) -> dict[str, Tensor]:
-    """Parameters as "model/NAME", moments as "exp_avg/NAME" and "exp_avg_sq/NAME", by public name.
+def saved_parts(trainer: Trainer) -> list[Part]:
+    """What this rank writes: of each of its shards the part that falls to it among the ranks that hold the same.
 
-    Parameters are the master weights. Above ZeRO 0 it is collective, and whole tensors are copies on the CPU; a rank
-    that passes keep=False takes part and gets none. At ZeRO 0 they are views.
+    Parameters are the master weights, as "model/NAME"; moments are "exp_avg/NAME" and "exp_avg_sq/NAME".
     """
-    kept: dict[str, Tensor] = {}
+    copies, which = trainer.sharded.copies
+    found: list[Part] = []
+    for unit, shards in _shards(trainer):
+        length = unit.parameter_shard.numel()
+        mine = clipped(unit.pieces, length * which // copies, length * (which + 1) // copies)
+        found += [part for piece in mine for kind, shard in shards.items() for part in parts_of(kind, piece, shard)]
+    return found
 
-    def add(name: str, whole: Tensor) -> None:
-        if keep:
-            kept[name] = whole if trainer.sharded.stage == 0 else whole.to("cpu", copy=True)
 
-    for placement, parameter in trainer.sharded.named_parameters():
-        add(f"model/{placement.name}", parameter)
-    for placement, kind, moment in trainer.optimizer.named_moments():
-        add(f"{kind}/{placement.name}", moment)
-    return kept
+def held_parts(trainer: Trainer) -> list[Part]:
+    """What this rank must read: all of its shards."""
+    return [
+        part
+        for unit, shards in _shards(trainer)
+        for piece in unit.pieces
+        for kind, shard in shards.items()
+        for part in parts_of(kind, piece, shard)
+    ]
+
+
+def _shards(trainer: Trainer) -> Iterator[tuple[Unit, dict[str, Tensor]]]:
+    """Each unit, and by kind what is saved of its shard."""
+    moments = trainer.optimizer.shards()
+    for unit in trainer.sharded.units:
+        yield unit, {"model": unit.master, **moments.get(unit, {})}
 
 
 @dataclass
@@ -60,29 +75,24 @@ def meta(trainer: Trainer, step: int, counts: Counts) -> dict[str, Any]:
     }
 
 
-def restore(trainer: Trainer, saved: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
-    """Copy a checkpoint's tensors into `trainer`. Nothing is changed before all of them are known to fit.
-
-    Raises UserError for a checkpoint of another model, RunError for missing, unexpected or misshapen tensors.
-    """
-    check_same_model(trainer.run, about)
+def check_fits(trainer: Trainer, saved: Manifest) -> None:
+    """Raise UserError for a checkpoint of another model, RunError for missing, unexpected or misshapen tensors."""
+    check_same_model(trainer.run, saved.meta)
     wanted = _wanted(trainer)
-    missing, unexpected = sorted(set(wanted) - set(saved)), sorted(set(saved) - set(wanted))
+    missing, unexpected = sorted(wanted.keys() - saved.tensors.keys()), sorted(saved.tensors.keys() - wanted.keys())
     misshapen = [
-        f"{name} is {tuple(saved[name].shape)} {saved[name].dtype}, needed {shape} {dtype}"
-        for name, (shape, dtype) in wanted.items()
-        if name in saved and (saved[name].shape != shape or saved[name].dtype != dtype)
+        f"{name} is {entry.shape} {entry.dtype}, needed {wanted[name][0]} {wanted[name][1]}"
+        for name, entry in saved.tensors.items()
+        if name in wanted and (entry.shape, entry.dtype) != wanted[name]
     ]
     for what, names in (("lacks", missing), ("has unexpected", unexpected), ("has misshapen", misshapen)):
         if names:
             raise RunError(f"checkpoint {what} {'; '.join(names[:5])}{' …' if len(names) > 5 else ''}")
 
-    def run_of(kind: str, piece: Piece) -> Tensor:
-        return saved[f"{kind}/{piece.placement.name}"].flatten()[piece.start : piece.stop]
 
-    trainer.sharded.fill(lambda piece, local: local.copy_(run_of("model", piece)))
-    for piece, kind, local in trainer.optimizer.pieces():
-        local.copy_(run_of(kind, piece))
+def restored(trainer: Trainer, about: Mapping[str, Any]) -> None:
+    """Go on from what has been read into `held_parts`: let all ranks have the weights, and set what was counted."""
+    trainer.sharded.fill(lambda piece, local: None)
     trainer.optimizer.set_steps(about["updates"])
     if trainer.scale.dynamic and about["run"]["precision"] == trainer.run.precision:
         trainer.scale.value, trainer.scale.good_steps = about["loss_scale"]

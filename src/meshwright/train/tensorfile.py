@@ -1,74 +1,252 @@
-"""Tensors into a safetensors file in one pass: flat buffers' views as they are, the checksum taken on the way.
+"""Tensors into a safetensors file and out of it in one pass each, with a checksum of every block on the way.
 
 The format: 8 bytes N, little-endian; N bytes of JSON, name → dtype, shape, data_offsets; then the tensors' bytes.
 (https://github.com/huggingface/safetensors#format). The library's own writer needs tensors that share no storage, so
-it would cost a copy of all of them, and a second reading for the checksum: three times as long for 500 MB.
+it would cost a copy of all of them, and a second reading for checksums; its reader maps the file, so that a damaged
+disk shows as a signal and not as an error.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
-_DTYPES = {
+from meshwright.train.checksum import checksum
+
+DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-_CHUNK = 1 << 22  # bytes summed and written at once
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+BLOCK = 1 << 22
+"""Bytes of a tensor under one checksum: what must be read to trust a part of it."""
 _ALIGN = 8
-_FLUSH_EVERY = 1 << 28  # bytes; so that the last flush, which tells of no advance, has little to do on a slow disk
+_FLUSH_EVERY = 1 << 26  # bytes; so that the last flush, which tells of no advance, has little to do on a slow disk
 
 
-def write(path: Path, tensors: Mapping[str, Tensor], advance: Callable[[], None] = lambda: None) -> tuple[int, int]:
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where a tensor's bytes begin in its file, and the `checksum` of each BLOCK of them."""
+
+    start: int
+    sums: tuple[int, ...]
+
+
+class Damaged(Exception):
+    """Bytes are not those that were written."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A tensor that is written without being in memory as a whole.
+
+    runs: makes its elements anew, in C order, as consecutive parts on any device; each but the last has a multiple of
+    BLOCK bytes. check: may raise what ends the writing.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    runs: Callable[[], Iterator[Tensor]]
+    check: Callable[[], None] = lambda: None
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write(
+    path: Path,
+    tensors: Sequence[tuple[str, Tensor]],
+    advance: Callable[[], None] = lambda: None,
+    check: Callable[[str, Tensor], None] = lambda name, tensor: None,
+) -> tuple[int, dict[str, Stored]]:
     """Write `tensors` by name, on any device and with any strides, and flush them to the disk.
 
-    `advance` is called after each few MB. Returns the file's bytes and CRC-32. Takes memory only for a tensor that is
-    not contiguous or not on the CPU. Raises OSError, and KeyError for a dtype that the format lacks.
+    `advance` is called after each block; `check` of each tensor, in a thread, may raise what ends the writing. Returns
+    the file's bytes and where each tensor lies. Takes memory only for a tensor that is not contiguous or not on the
+    CPU. Raises OSError, and KeyError for a dtype that the format lacks.
     """
+    return write_streams(path, [_stream(name, tensor, check) for name, tensor in tensors], advance)
+
+
+def _stream(name: str, tensor: Tensor, check: Callable[[str, Tensor], None]) -> Stream:
+    def runs() -> Iterator[Tensor]:
+        yield tensor.detach().cpu().contiguous()
+
+    return Stream(name, tensor.dtype, tuple(tensor.shape), runs, lambda: check(name, tensor))
+
+
+def write_streams(
+    path: Path,
+    streams: Sequence[Stream],
+    advance: Callable[[], None] = lambda: None,
+    metadata: Mapping[str, str] | None = None,
+) -> tuple[int, dict[str, Stored]]:
+    """The same for tensors that come in parts. metadata: goes into the file's header."""
     # Wide items first keep every tensor aligned to its item, which readers ask for.
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    size = checksum = flushed = 0
-    with open(path, "wb") as stream:
-        for part in _parts([(name, tensors[name]) for name in order]):
-            checksum = zlib.crc32(part, checksum)
-            size += len(part)
-            stream.write(part)
-            if size - flushed >= _FLUSH_EVERY:
-                stream.flush()
-                os.fdatasync(stream.fileno())
-                flushed = size
-            advance()
-        stream.flush()
-        os.fsync(stream.fileno())
-    return size, checksum
+    ordered = sorted(streams, key=lambda stream: (-stream.dtype.itemsize, stream.name))
+    stored: dict[str, Stored] = {}
+    with (
+        open(path, "wb", buffering=0) as file,
+        _Flushing(file.fileno()) as flushing,
+        ThreadPoolExecutor(1, "checksums") as beside,
+    ):
+        _put(file, memoryview(_header(ordered, metadata)))
+        for stream in ordered:
+            start = file.tell()
+            checked = beside.submit(stream.check)
+            sums = []
+            for block in _blocks(stream):
+                sums.append(beside.submit(checksum, block))
+                _put(file, block)
+                flushing.written(len(block))
+                advance()
+            assert file.tell() - start == stream.nbytes, stream.name
+            checked.result()
+            stored[stream.name] = Stored(start, tuple(each.result() for each in sums))
+        size = file.tell()
+        flushing.join()
+        os.fsync(file.fileno())
+    return size, stored
 
 
-def checksum(path: Path) -> tuple[int, int]:
-    """The bytes and CRC-32 of the file as it lies on the disk."""
-    size = found = 0
-    with open(path, "rb") as stream:
-        while part := stream.read(_CHUNK):
-            size += len(part)
-            found = zlib.crc32(part, found)
-    return size, found
+class _Flushing:
+    """Sends what has been written on to the disk, in a thread, while more is written."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._since = 0
+        self._thread: threading.Thread | None = None
+        self._error: OSError | None = None
+
+    def __enter__(self) -> _Flushing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._wait()  # the file must not be closed under it
+
+    def written(self, nbytes: int) -> None:
+        """So many bytes more are there to be flushed. Raises OSError where an earlier flush failed."""
+        self._since += nbytes
+        if self._since >= _FLUSH_EVERY:
+            self.join()
+            self._since = 0
+            self._thread = threading.Thread(target=self._flush, name="flush", daemon=True)
+            self._thread.start()
+
+    def join(self) -> None:
+        """Wait for the flush under way. Raises OSError where one failed: a second one would not tell of it again."""
+        self._wait()
+        if self._error is not None:
+            raise self._error
+
+    def _wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _flush(self) -> None:
+        try:
+            os.fdatasync(self._descriptor)
+        except OSError as error:
+            self._error = error
 
 
-def _parts(tensors: list[tuple[str, Tensor]]) -> Iterator[bytes | memoryview]:
-    header, end = {}, 0
-    for name, tensor in tensors:
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    words = json.dumps(header).encode()
+def _header(streams: Sequence[Stream], metadata: Mapping[str, str] | None) -> bytes:
+    entries: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    end = 0
+    for stream in streams:
+        start, end = end, end + stream.nbytes
+        about = {"dtype": DTYPES[stream.dtype], "shape": list(stream.shape), "data_offsets": [start, end]}
+        entries[stream.name] = about
+    words = json.dumps(entries).encode()
     words += b" " * (-len(words) % _ALIGN)
-    yield len(words).to_bytes(8, "little") + words
-    for _, tensor in tensors:
-        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        content = memoryview(flat.numpy())
-        for start in range(0, len(content), _CHUNK):
-            yield content[start : start + _CHUNK]
+    return len(words).to_bytes(8, "little") + words
+
+
+def _blocks(stream: Stream) -> Iterator[memoryview]:
+    part = 0
+    for run in stream.runs():
+        assert part % BLOCK == 0 and run.dtype == stream.dtype, stream.name
+        content = memoryview(as_bytes(run.cpu()).numpy())
+        part = len(content)
+        for start in range(0, part, BLOCK):
+            yield content[start : start + BLOCK]
+
+
+def as_bytes(contiguous: Tensor) -> Tensor:
+    """A contiguous tensor as uint8, 1-dim; a view."""
+    # One element is contiguous whatever its strides, which `view` minds.
+    return contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8)
+
+
+def _put(stream: BinaryIO, content: memoryview) -> None:
+    while content:
+        content = content[stream.write(content) :]
+
+
+class Reader:
+    """Reads parts of stored tensors, each block against its checksum. Holds one block in memory.
+
+    What is read may be trusted after `settle`: checksums are taken in a thread, while more is read.
+    """
+
+    def __init__(self) -> None:
+        self._block = torch.empty(BLOCK, dtype=torch.uint8)
+        self._beside = ThreadPoolExecutor(1, "checksums")
+        self._sums: list[tuple[Future[int], int]] = []
+
+    def settle(self) -> None:
+        """Raise Damaged where a checksum of what has been read so far differs."""
+        sums, self._sums = self._sums, []
+        for found, expected in sums:
+            _compare(found.result(), expected)
+
+    def read(self, stream: BinaryIO, stored: Stored, nbytes: int, first: int, into: Tensor) -> None:
+        """Bytes [first, first + len(into)) of a tensor of `nbytes` bytes into a uint8 tensor on any device.
+
+        Raises OSError, and Damaged where the file is too short or a checksum differs.
+        """
+        end = first + len(into)
+        assert 0 <= first <= end <= nbytes
+        for number in range(first // BLOCK, -(-end // BLOCK)):
+            start, stop = number * BLOCK, min((number + 1) * BLOCK, nbytes)
+            # A block that is wanted whole is read where it belongs.
+            whole = first <= start and stop <= end and into.device.type == "cpu"
+            block = into[start - first : stop - first] if whole else self._block[: stop - start]
+            content = memoryview(block.numpy())
+            stream.seek(stored.start + start)
+            if _fill(stream, content) < stop - start:
+                raise Damaged("it is shorter than what was written")
+            if whole:
+                self._sums.append((self._beside.submit(checksum, content), stored.sums[number]))
+            else:
+                _compare(checksum(content), stored.sums[number])
+                low, high = max(start, first), min(stop, end)
+                into[low - first : high - first].copy_(block[low - start : high - start])
+
+
+def _compare(found: int, expected: int) -> None:
+    if found != expected:
+        raise Damaged("its checksum is not what was written")
+
+
+def _fill(stream: BinaryIO, buffer: memoryview) -> int:
+    done = 0
+    while done < len(buffer):
+        got = stream.readinto(buffer[done:])  # type: ignore[attr-defined]
+        if not got:
+            break
+        done += got
+    return done

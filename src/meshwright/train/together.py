@@ -55,3 +55,25 @@ def _from_rank_0(world: Group, device: torch.device, reason: str, number: int) -
     shared = torch.tensor([number], dtype=torch.int64, device=device)
     world.broadcast(shared, 0, reason=reason, phase="step")
     return int(shared)
+
+
+def first_error(world: Group, device: torch.device, error: Exception | None) -> str | None:
+    """The error of the lowest rank that has one, in words, on every rank; None where no rank has any.
+
+    Where that is not rank 0, the words name the rank: what it sees the others may not.
+    """
+    failed = torch.tensor([world.size if error is None else world.rank], dtype=torch.int64, device=device)
+    world.all_reduce(failed, op="min", reason="agree", phase="step")
+    rank = int(failed)
+    if rank == world.size:
+        return None
+    words = list((str(error) + (f" (as rank {rank} sees it)" if rank else "")).encode()) if rank == world.rank else []
+    length = torch.tensor([len(words)], dtype=torch.int64, device=device)
+    world.broadcast(length, rank, reason="agree", phase="step")
+    text = (
+        torch.tensor(words, dtype=torch.uint8, device=device)
+        if words
+        else torch.zeros(int(length), dtype=torch.uint8, device=device)
+    )
+    world.broadcast(text, rank, reason="agree", phase="step")
+    return bytes(text.tolist()).decode()

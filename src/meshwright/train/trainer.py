@@ -6,6 +6,7 @@ The loop around it, checkpoints and metrics are elsewhere; proofs and benchmarks
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -97,12 +98,15 @@ class Trainer:
         self.optimizer = FlatAdamW(self.sharded, run.optimizer)
         self.scale = LossScale.of(run.precision)
 
-    def accumulate(self, data: Dataset, step: int, stop: float = 0.0) -> Totals:
-        """Forward and backward of this rank's micro-batches of global step `step`; gradients reduced on return."""
+    def accumulate(self, data: Dataset, step: int, stop: Callable[[], float] = lambda: 0.0) -> Totals:
+        """Forward and backward of this rank's micro-batches of global step `step`; gradients reduced on return.
+
+        `stop` is asked as late as all ranks can still hear of it.
+        """
         group = self.mesh.group("dp")
         ids = data.ids(step, self.run.batch.sequences)
         micros = micro_batches(self.run.batch.sequences, group.size, group.rank, self.run.batch.micro)
-        totals = torch.tensor([0.0, 0.0, stop], dtype=torch.float64, device=self.mesh.device)
+        totals = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
         scale = self.scale.value
         if not self.model.training:  # asking costs nothing, telling every module does
             self.model.train()
@@ -126,6 +130,7 @@ class Trainer:
                 loss = self.compute_nothing(step)
             if last:
                 # Before the last backward, so that the reductions it starts come after this one on every rank.
+                totals[2] = stop()
                 pending = group.all_reduce(totals, reason="step.metrics", phase="step", async_=True)
             if loss is not None:
                 (loss if scale == 1.0 else loss * scale).backward()
@@ -154,13 +159,19 @@ class Trainer:
         return Update(norm, lr, skipped=False)
 
     @torch.no_grad()
-    def evaluate(self, data: Dataset, ids: Tensor) -> Totals:
-        """Loss over the samples `ids` (the same on all ranks), each scored by one data rank."""
+    def evaluate(self, data: Dataset, ids: Tensor, stop: Callable[[], float] = lambda: 0.0) -> Totals:
+        """Loss over the samples `ids` (the same on all ranks), each scored by one data rank.
+
+        Where `stop` is not 0 on a rank, that rank breaks off if the others can go on without it, and the loss is void.
+        """
         group = self.mesh.group("dp")
         mine = part(len(ids), group.size, group.rank)
         totals = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
         self.model.eval()
         for index in range(micro_steps(len(ids), group.size, self.run.batch.micro)):
+            if stop() and not self.sharded.every_rank_computes:
+                break
+            self.mesh.blackbox.tick()
             places = mine[index * self.run.batch.micro : (index + 1) * self.run.batch.micro]
             if places:
                 tokens, targets = (t.to(self.mesh.device) for t in data.batch(ids[places.start : places.stop]))
@@ -168,9 +179,10 @@ class Trainer:
                 totals[1] += (targets != IGNORE).sum()
             elif self.sharded.every_rank_computes:
                 self.compute_nothing(0)
+        totals[2] = stop()
         group.all_reduce(totals, reason="validation.metrics", phase="forward")
-        loss_sum, tokens_seen, _ = totals.tolist()
-        return Totals(loss_sum, int(tokens_seen))
+        loss_sum, tokens_seen, stops = totals.tolist()
+        return Totals(loss_sum, int(tokens_seen), stops)
 
     def compute_nothing(self, step: int) -> Tensor:
         """The loss of a token that does not count: what a rank computes where the others have a micro-batch and it

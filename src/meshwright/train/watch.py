@@ -8,7 +8,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any, Self
 
@@ -31,6 +31,10 @@ SETTLE = 0.3
 """Seconds after a failure in which the ranks it takes down may leave their own word, before they are told to end."""
 
 
+class StopAskedError(Exception):
+    """The launcher was asked to stop while it had no ranks; the signal is `StopRequests.signal`."""
+
+
 class StopRequests:
     """The launcher's own stop signals, remembered for the next look at the ranks; a context manager.
 
@@ -40,6 +44,7 @@ class StopRequests:
     def __init__(self) -> None:
         self.signal: int | None = None
         self.at_once = False
+        self._raising = False
         self._since = 0.0
         self._former: dict[int, Any] = {}
 
@@ -49,6 +54,19 @@ class StopRequests:
             self.signal, self._since = (signal.SIGTERM if number == signal.SIGHUP else number), now
         elif number == signal.SIGINT and now - self._since > SECOND_INTERRUPT_AFTER:
             self.at_once = True
+        if self._raising:
+            raise StopAskedError
+
+    @contextlib.contextmanager
+    def raising(self) -> Iterator[None]:
+        """Where there are no ranks that could stop in order: a signal, before or within, raises StopAskedError."""
+        if self.signal is not None:
+            raise StopAskedError
+        self._raising = True
+        try:
+            yield
+        finally:
+            self._raising = False
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -66,7 +84,7 @@ class Watch:
     """One look at a time (`look`, every tenth of a second) until there is an exit code.
 
     A rank is over in order with 0, 3, 130, 141 or 143; anything else is a failure and ends the run. Once a stop is
-    asked for, by a signal to the launcher or by a rank that ended with 130, 141 or 143, the ranks have `grace` seconds,
+    asked for, by a signal to the launcher or by a rank that ended because of one, the ranks have `grace` seconds,
     counted anew whenever one of them communicates or its black box says that it advances.
     """
 
@@ -80,7 +98,11 @@ class Watch:
         say: Callable[[str], None],
     ) -> None:
         self.processes = processes
+        self.evidence = evidence
         self.failed: Failed | None = None
+        self.ended_at: float | None = None
+        """When the first rank's end was noticed, in seconds since the epoch."""
+        self._ask: int | None = None
         self._evidence, self._requests, self._grace, self._say = evidence, requests, grace, say
         self._ends: dict[int, tuple[int, float]] = {}
         self._forwarded = False
@@ -99,20 +121,55 @@ class Watch:
             return self._stop()
         return None
 
+    @property
+    def over(self) -> bool:
+        """Whether all ranks have ended."""
+        self._note_ends()
+        return len(self._ends) == len(self.processes)
+
+    @property
+    def asked_here(self) -> bool:
+        """Whether the ranks stopped because of a signal to this launcher or to one of its ranks: not another node's."""
+        boxes = (self._evidence.box(rank) for rank in self.processes)
+        return self._requests.signal is not None or any(box.asked for box in boxes if box)
+
+    def wind_up(self) -> None:
+        """Have the ranks stop in order, as if they had been sent SIGTERM, and wait until they have ended."""
+        self._ask = signal.SIGTERM
+        while self.look() is None:
+            time.sleep(0.05)
+
+    def give_up(self) -> None:
+        """End the ranks without further ado: what they wait for will not come."""
+        self._end_all(patience=0)
+        self._note_ends()
+
     def _note_ends(self) -> None:
         for rank, process in self.processes.items():
             if rank not in self._ends and (code := process.poll()) is not None:
                 self._ends[rank] = (code, time.time())
+                self.ended_at = self.ended_at or time.time()
 
     def _stop_signal(self) -> int | None:
         """The signal by which the run was asked to stop, at the launcher or at any one rank.
 
         SIGPIPE where a rank's reader has gone: that rank has ended, and the others are to end soon.
         """
-        if self._requests.signal is not None:
-            return self._requests.signal
-        codes = {code for code, _ in self._ends.values()}
+        if self._requests.signal is not None or self._ask is not None:
+            return self._requests.signal or self._ask
+        codes = {self._stopped(rank) for rank in self._ends}
         return next((code - 128 for code in (TERMINATED, INTERRUPTED, READER_GONE) if code in codes), None)
+
+    def _stopped(self, rank: int) -> int:
+        """The exit code that an ended rank's end amounts to.
+
+        A rank that stops in order says so in its black box and ends with 0. One that a signal to stop has killed was
+        not ready for it yet; our own signals come later than this is asked.
+        """
+        code, _ = self._ends[rank]
+        if code == OK and (box := self._evidence.box(rank)) is not None and box.stopped:
+            return 128 + box.stopped
+        return 128 - code if code in (-signal.SIGTERM, -signal.SIGINT) else code
 
     def _orderly_code(self) -> int:
         number = self._stop_signal()
@@ -122,10 +179,11 @@ class Watch:
 
     def _stop(self) -> int | None:
         now = time.monotonic()
-        number = self._requests.signal
+        number = self._requests.signal or self._ask
         if number is not None and not self._forwarded:
             self._forwarded = True
-            self._say(f"{signal.Signals(number).name}: the ranks finish this step, save and end")
+            if self._ask is None:
+                self._say(f"{signal.Signals(number).name}: the ranks finish this step, save and end")
             for process in self.processes.values():
                 if process.poll() is None:
                     _signal_group(process.pid, number)
@@ -148,8 +206,8 @@ class Watch:
             self._note_ends()
         failures = self._failures()
         finished = frozenset(rank for rank, (code, _) in self._ends.items() if code in ORDERLY)
-        self._end_all(PATIENCE)
         number = self._stop_signal()
+        self._end_all(PATIENCE)
         if number is not None and all(f.echo or f.by_signal == number for f in failures):
             self._say("stopped before the ranks could save")  # a rank was not ready for the signal and died of it
             return 128 + number

@@ -1,0 +1,286 @@
+"""Checkpoints as storage of torch.distributed.checkpoint: boxes in safetensors files, and a manifest of all of them.
+
+    checkpoints/step-00000050/rank-00000.safetensors    what rank 0 has written, a key a box
+    checkpoints/step-00000050/manifest.json             see manifest.py
+    checkpoints/latest                                  "step-00000050"
+
+torch's planner deals out who writes and reads what; `Writer` and `Reader` do it. Every rank writes one file of its own
+into a folder aside and flushes it. When all have, the coordinator writes the manifest, puts the folder in place by one
+rename, moves the pointer, and only then removes what is too old. Nothing is pickled. torch's own safetensors writer is
+not used, because it keys tensors by name and keeps one of several boxes that a rank has of a tensor.
+
+The reader gives any program that uses torch.distributed.checkpoint any part of any tensor:
+
+    torch.distributed.checkpoint.load(state, storage_reader=Reader(folder))
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import Metadata, StorageReader, StorageWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from meshwright.spec.boxes import Box
+from meshwright.spec.errors import RunError
+from meshwright.train import folders, manifest, tensorfile
+from meshwright.train.manifest import Entry, Manifest, StoredBox
+
+SLAB = 1 << 26
+"""Bytes of a stored box that are read at once, where they cannot be read straight to where they belong."""
+
+
+class NotFinite(RunError):
+    """Tensors that nobody could go on from are not saved; the former checkpoints are untouched."""
+
+
+class Writer(StorageWriter):
+    """Writes the checkpoint of `step` below `folder`; see folders.py for what becomes of older ones.
+
+    meta: JSON that goes into the manifest. advance: called again and again while this rank writes. Each rank makes
+    one; the coordinator's places and prunes. Raises OSError where the file system refuses, and removes what was
+    written; NotFinite where a tensor is not finite.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        step: int,
+        meta: Mapping[str, Any],
+        *,
+        keep: int,
+        keep_every: int = 0,
+        advance: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.folder, self.step, self.meta = folder, step, dict(meta)
+        self.keep, self.keep_every, self.advance = keep, keep_every, advance
+        self._rank = 0
+        self._aside: Path | None = None  # on the coordinator
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing is left of a former save."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._rank = int(kwargs.get("rank", 0))
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """The folder aside, which all ranks write to."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        folders.clear_leftovers(self.folder)
+        self._aside = folders.aside(folders.place(self.folder, self.step))
+        self._aside.mkdir()
+        return [SavePlan(plan.items, storage_data=str(self._aside), planner_data=plan.planner_data) for plan in plans]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(self._write(Path(plan.storage_data), plan.items, planner))
+        return future
+
+    def _write(self, aside: Path, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+        if not items:
+            return []
+        pickled = next((item.index.fqn for item in items if item.type is WriteItemType.BYTE_IO), None)
+        if pickled is not None:
+            raise RunError(f"{pickled} is no tensor; only tensors are saved, because the rest would be pickled")
+        if not aside.is_dir():
+            raise FileNotFoundError(f"{aside} is not seen by rank {self._rank}: all machines must share the folder")
+        keys = {_key(item): item for item in items}
+        tensors = [(key, planner.resolve_data(item)) for key, item in keys.items()]
+        file = f"rank-{self._rank:05d}.safetensors"
+        size, stored = tensorfile.write(aside / file, tensors, self.advance, _check_finite)
+        return [
+            WriteResult(item.index, _nbytes(item), StoredBox(_box(item), file, key, stored[key]).plain() | {"of": size})
+            for key, item in keys.items()
+        ]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """All files are on the disk: make them a checkpoint."""
+        assert self._aside is not None
+        files: dict[str, int] = {}
+        boxes: dict[str, list[StoredBox]] = {}
+        for result in (result for of_rank in results for result in of_rank):
+            files[result.storage_data["file"]] = result.storage_data["of"]
+            boxes.setdefault(result.index.fqn, []).append(StoredBox.of(result.storage_data))
+        tensors = {
+            name: Entry(about.properties.dtype, tuple(about.size), tuple(boxes.get(name, ())))
+            for name, about in metadata.state_dict_metadata.items()
+            if isinstance(about, TensorStorageMetadata)
+        }
+        whole = Manifest(self.meta, files, tensors)
+        whole.check_cover()
+        for file, size in files.items():
+            if (self._aside / file).stat().st_size != size:
+                raise OSError(f"{self._aside / file} is not as long as what was written")
+        whole.write(self._aside / manifest.NAME)
+        folders.put_in_place(self._aside, self.folder, self.step)
+        folders.prune(self.folder, self.step, self.keep, self.keep_every)
+
+    def give_up(self) -> None:
+        """Remove what a failed save has written; for the coordinator, after all ranks have left it."""
+        if self._aside is not None:
+            shutil.rmtree(self._aside, ignore_errors=True)
+
+
+class Reader(StorageReader):
+    """Reads the checkpoint in `folder`, as `manifest` (by default its own) tells. Raises RunError naming a file that
+    is missing or damaged. Takes a few MB of memory beside what it reads into."""
+
+    def __init__(self, folder: Path, manifest: Manifest | None = None) -> None:
+        self.folder = folder
+        self.manifest = Manifest.read(folder) if manifest is None else manifest
+        self._reader = tensorfile.Reader()
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Each load reads anew."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return (Path(checkpoint_id) / manifest.NAME).exists()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return Metadata(
+            {
+                name: TensorStorageMetadata(
+                    TensorProperties(dtype=entry.dtype),
+                    torch.Size(entry.shape),
+                    [ChunkStorageMetadata(torch.Size(b.box.offsets), torch.Size(b.box.sizes)) for b in entry.boxes],
+                )
+                for name, entry in self.manifest.tensors.items()
+            }
+        )
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """The manifest is all there is to know."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[tuple[ReadItem, StoredBox]]] = {}
+        for item in plan.items:
+            assert item.type is LoadItemType.TENSOR
+            stored = self._stored(item)
+            by_file.setdefault(stored.file, []).append((item, stored))
+        for file, items in by_file.items():
+            try:
+                with open(self.folder / file, "rb", buffering=0) as stream:
+                    for item, stored in sorted(items, key=lambda pair: pair[1].stored.start):
+                        target = planner.resolve_tensor(item).detach()
+                        dtype = self.manifest.tensors[item.storage_index.fqn].dtype
+                        part = Box(tuple(item.storage_offsets), tuple(item.lengths))
+                        self._read(stream, stored, dtype, part, target)
+                        planner.commit_tensor(item, target)
+                    self._reader.settle()
+            except OSError as error:
+                why = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
+                raise RunError(f"{self.folder / file} {why}") from error
+            except tensorfile.Damaged as error:
+                raise RunError(f"{self.folder / file} is damaged: {error}") from error
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _stored(self, item: ReadItem) -> StoredBox:
+        index = item.storage_index
+        boxes = self.manifest.tensors[index.fqn].boxes
+        if index.index is not None:
+            return boxes[index.index]
+        return next(b for b in boxes if b.box.offsets == tuple(index.offset or ()))
+
+    def _read(self, stream: Any, stored: StoredBox, dtype: torch.dtype, part: Box, target: Tensor) -> None:
+        """Elements `part` of the stored box (offsets within it) into `target`, of the part's sizes."""
+        item, strides = dtype.itemsize, _strides(stored.box.sizes)
+        nbytes = stored.box.numel * item
+        first, span = _run(part, strides)
+        if span == part.numel and target.is_contiguous() and target.dtype == dtype:
+            self._reader.read(stream, stored.stored, nbytes, first * item, tensorfile.as_bytes(target))
+            return
+        for box in _slabs(part, strides, max(SLAB // item, 1)):
+            first, span = _run(box, strides)
+            elements = torch.empty(span, dtype=dtype)
+            self._reader.read(stream, stored.stored, nbytes, first * item, tensorfile.as_bytes(elements))
+            self._reader.settle()
+            into = target
+            for dim, (offset, origin, size) in enumerate(zip(box.offsets, part.offsets, box.sizes, strict=True)):
+                into = into.narrow(dim, offset - origin, size)
+            into.copy_(elements.as_strided(into.shape, strides))
+
+
+def _run(part: Box, strides: tuple[int, ...]) -> tuple[int, int]:
+    """The first element of `part` of a box with `strides`, and how many there are from it to the last."""
+    first = sum(o * s for o, s in zip(part.offsets, strides, strict=True))
+    return first, 1 + sum((n - 1) * s for n, s in zip(part.sizes, strides, strict=True))
+
+
+def _slabs(part: Box, strides: tuple[int, ...], most: int) -> Iterator[Box]:
+    """`part` in boxes that span at most `most` elements of the box that it is of."""
+    _, span = _run(part, strides)
+    # The first dimension with more than one element is cut; where a single one of it is too much, the next.
+    dim = next((d for d, size in enumerate(part.sizes) if size > 1), None)
+    if span <= most or dim is None:
+        yield part
+        return
+    together = max(1, 1 + (most - 1 - (span - 1 - (part.sizes[dim] - 1) * strides[dim])) // strides[dim])
+    for start in range(0, part.sizes[dim], together):
+        offsets, sizes = list(part.offsets), list(part.sizes)
+        offsets[dim] += start
+        sizes[dim] = min(together, part.sizes[dim] - start)
+        yield from _slabs(Box(tuple(offsets), tuple(sizes)), strides, most)
+
+
+def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(sizes):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+def _box(item: WriteItem) -> Box:
+    assert item.tensor_data is not None
+    return Box(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
+
+
+def _key(item: WriteItem) -> str:
+    return f"{item.index.fqn}@{','.join(map(str, _box(item).offsets))}"
+
+
+def _nbytes(item: WriteItem) -> int:
+    assert item.tensor_data is not None
+    return _box(item).numel * item.tensor_data.properties.dtype.itemsize
+
+
+def _check_finite(key: str, tensor: Tensor) -> None:
+    if tensor.is_floating_point() and tensor.numel():
+        # NaN spoils both; takes no memory.
+        lowest, highest = torch.aminmax(tensor)
+        if not (torch.isfinite(lowest) and torch.isfinite(highest)):
+            raise NotFinite(f"{key.rpartition('@')[0]} is not finite")
