@@ -6,8 +6,8 @@ Every rank holds its shard of weights and moments (no gradients: they are not sa
 
     synchronous      save, training waits; flushed to the disk when it returns
     asynchronous     how long a caller who updates at once must wait (for a copy), and from there to the end of writing
-    a step's         the same where the caller has a forward and backward to do before it updates, as training has:
-                     how much longer these take, and what is then left to wait for
+    a step           a forward and backward alone, and under a copy and the writing, as in training; and how long the
+                     caller stood still for the copy all the same, which is what the log tells
     save_file        safetensors.torch.save_file of the shard as one file a rank, as it is and with a flush after it
     load             checkpoint.read into the shard, checksums compared
     load_file        safetensors.torch.load_file and a copy into the shard (load_file alone only maps the file)
@@ -78,6 +78,7 @@ def contest(rank: int, ranks: int, megabytes: int, rounds: int, zero: int, folde
     tensors = {f"{part.name}@{part.box.offsets}": part.tensor for part in saved}
     times: dict[str, list[float]] = defaultdict(list)
     computing: dict[str, list[float]] = defaultdict(list)
+    stalls: list[float] = []
 
     def take(name: str, work: Callable[[], object]) -> None:
         clear(name)
@@ -118,6 +119,8 @@ def contest(rank: int, ranks: int, megabytes: int, rounds: int, zero: int, folde
         goes_on.save(1, {})
         trainer.accumulate(data, 0)
         goes_on.copied()
+        assert goes_on._running is not None
+        stalls.append(goes_on._running.stall)
 
     def finish() -> None:
         ended = goes_on.wait()
@@ -132,6 +135,7 @@ def contest(rank: int, ranks: int, megabytes: int, rounds: int, zero: int, folde
             first = times["asynchronous: stall"][0]
             times.clear()  # the first round makes buffers, and the page cache
             computing.clear()
+            stalls.clear()
         take("synchronous", synchronous)
         take("save_file", lambda: save_file(tensors, plain))
         take("asynchronous: stall", asynchronous)
@@ -145,7 +149,7 @@ def contest(rank: int, ranks: int, megabytes: int, rounds: int, zero: int, folde
         take("load_file and copy", load_and_copy)
 
     if rank == 0:
-        report(int(size), shard, run, ranks, times, computing, first, max(growth))
+        report(int(size), shard, run, ranks, times, computing, stalls, first, max(growth))
     dist.barrier()
 
 
@@ -164,7 +168,15 @@ def _status(field: str) -> int:
 
 
 def report(
-    size: int, shard: int, run: RunSpec, ranks: int, times: dict, computing: dict, first: float, growth: int
+    size: int,
+    shard: int,
+    run: RunSpec,
+    ranks: int,
+    times: dict,
+    computing: dict,
+    stalls: list,
+    first: float,
+    growth: int,
 ) -> None:
     median = {name: statistics.median(each) for name, each in times.items()}
     print(
@@ -185,6 +197,8 @@ def report(
         return f"{wall:.3f} (of computing {busy:.3f})"
 
     print(f"  stall / synchronous: {ratio('asynchronous: stall', 'synchronous')}; the first takes {first:.3f} s")
+    stood = statistics.median(stall / whole for stall, whole in zip(stalls, times["synchronous"], strict=True))
+    print(f"  stall with a forward and backward before the update / synchronous: {stood:.4f}")
     longer = statistics.median(
         (a - b) / c
         for a, b, c in zip(times["a step beside a save"], times["a step alone"], times["synchronous"], strict=True)

@@ -47,7 +47,7 @@ def test_to_the_byte(ranks, tmp_path, dp, precision):
 
 
 def test_the_whole_is_written_once():
-    run = RunSpec(model=MODEL, precision="bf16")
+    run = RunSpec(model=MODEL, data=Data(seq_len=9), precision="bf16")
     per_element = 3 * torch.float32.itemsize
     for layout in (Layout(dp=7), Layout(dp=6, zero=2, zero_shard=3), Layout(dp=5, zero=3)):
         copies = [memory(run, layout, rank).host["checkpoint copy"] for rank in range(layout.data_ranks)]
