@@ -1,6 +1,7 @@
 """Memory of one rank: states exactly as a run holds them, and the terms that others forgot."""
 
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from meshwright.model.build import build
 from meshwright.predict import activations
 from meshwright.predict.memory import memory
 from meshwright.predict.params import buffer_count, count
-from meshwright.predict.peak import loss_workspace, moments
+from meshwright.predict.peak import loss_workspace, moments, saved
 from meshwright.predict.reductions import kept, on_their_way, wholes
 from meshwright.predict.states import states
 from meshwright.spec.layout import Layout
@@ -228,3 +229,18 @@ def test_each_stage_of_a_large_model_holds_less(precision: str, device: str) -> 
     )
     zero, one, two, three = (memory(run, Layout(dp=8, zero=z), 0, device).total for z in range(4))  # type: ignore[arg-type]
     assert three < two < one < zero
+
+
+@pytest.mark.parametrize("recompute", [{}, {"recompute": "full"}, {"recompute": "full", "recompute_every": 2}])
+def test_offloaded_activations_wait_on_the_host(recompute: dict[str, Any]) -> None:
+    """The device keeps at most those of the region that backward is in, the host what forward keeps in all."""
+    run = RunSpec(model=PRESETS["llama-tiny"], layout=Layout(dp=1, **recompute), device="cuda")
+    here = memory(run, run.layout, 0)
+    away = memory(run, run.layout.model_copy(update={"offload": "activations"}), 0)
+    kept = activations.total(saved(run, run.layout, 4, cpu=False))
+    assert away.host["offloaded activations"] == kept
+    assert "offloaded activations" not in here.host
+    per_layer = activations.total(saved(run, Layout(dp=1), 4, cpu=False)) / run.model.layers
+    region = 2 if "recompute_every" in recompute else 1
+    assert away.categories["activations"] <= region * per_layer < here.categories["activations"] + per_layer
+    assert away.total < here.total

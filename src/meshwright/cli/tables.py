@@ -119,13 +119,15 @@ def summary(run: RunSpec, foretold: Prediction, fit: Fit | None = None) -> Table
 
 
 def _notes(run: RunSpec, layout: Layout) -> Iterable[str]:
-    """What was perhaps not meant."""
+    """What was perhaps not meant, and what the figures do not know."""
     seq, most = run.data.seq_len, run.model.max_seq
     if "model" in run.model_fields_set and "seq_len" not in run.data.model_fields_set and most >= FAR * seq:
         yield f"data.seq_len={seq} is the default, for the demo; this model takes sequences of up to {most:,}"
     if layout.zero and shards(layout) == 1:
         why = "there is 1 data rank" if layout.data_ranks == 1 else "zero_shard=1 leaves each data rank by itself"
         yield f"layout.zero={layout.zero} shards nothing: {why}"
+    if run.compile != "none":
+        yield f"compile={run.compile}: the compiler chooses what a block keeps; activations are those of plain blocks"
 
 
 def prediction(

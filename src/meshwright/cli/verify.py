@@ -125,6 +125,8 @@ def verdict(report: Report) -> str:
     if report.passed:
         rounded = any(c.expected != c.found for c in report.activations)
         near = f", activations within {ACTIVATION_BOUND:.0%}" if rounded else ""
+        if not report.activations:
+            near = "; what compiled blocks keep is not predicted"
         return f"equal: {compared} (at most {report.bound:.0e}); traffic and memory as predicted{near}"
     return "\n".join(
         [f"different: {compared} (at most {report.bound:.0e})", *(f"  {line}" for line in report.findings)]

@@ -10,7 +10,9 @@
     before the blocks           what the embedding saves
     ==========================  =====================================================================================
 
-Without recompute each block is a region that keeps what autograd saves.
+Without recompute each block is a region that keeps what autograd saves. With offload what is kept waits on the host,
+and the device has at most what is saved of the region that backward is in: without recompute an upper bound, since each
+tensor comes back only when it is read.
 """
 
 from __future__ import annotations
@@ -23,23 +25,24 @@ from meshwright.spec.layout import Layout
 
 
 class Alive:
-    """Bytes alive, by place. `everything` is what forward leaves to backward."""
+    """Bytes alive on the device, by place. `everything` is what forward leaves there to backward."""
 
     def __init__(self, parts: Parts, layout: Layout) -> None:
         self.parts, self.layout = parts, layout
         self._begins: dict[str, int] = {}  # by module, also one around: alive when forward first comes to it
         self.block_begins: list[int] = []  # by block: alive when backward leaves it
         self.block_ends: list[int] = []  # and when backward enters it
+        away = layout.offload == "activations"
         every = 1 if layout.recompute == "none" else layout.region(len(parts.blocks))
         base = self._walk(parts.before, 0)
         for region, held in enumerate(kept(parts, layout)):
-            until = base
+            until = 0 if away else base
             for block in parts.blocks[region * every : (region + 1) * every]:
                 self.block_begins.append(until)
                 until = self._walk([row for row in block if row.saved], until)
                 self.block_ends.append(until)
             base += total(held)
-        self.everything = self._walk(parts.after, base)
+        self.everything = self._walk(parts.after, 0 if away else base)
 
     def before(self, *modules: str) -> int:
         """Bytes that are alive before forward comes to the first of `modules` that saves anything, or else at the

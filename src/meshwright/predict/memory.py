@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from meshwright.predict.peak import moments
+from meshwright.predict.activations import total
+from meshwright.predict.peak import moments, saved
 from meshwright.predict.states import STATES, buffers, checkpoint_copy, states
 from meshwright.spec.batch import largest_micro
 from meshwright.spec.layout import Layout
@@ -24,7 +25,7 @@ class Memory:
     """One rank's bytes by category when it holds most, `sequences` being its largest micro-batch.
 
     moment: where in the step that is. device: what the rank computes on; "cuda" stands for any accelerator. host: what
-    the rank holds in the host's memory beside it, from its first checkpoint on.
+    the rank holds in the host's memory beside it: from its first checkpoint on a copy for that, and what is offloaded.
     """
 
     rank: int
@@ -59,4 +60,6 @@ def memory(run: RunSpec, layout: Layout, rank: int, device: Device | None = None
         "inputs": 2 * 8 * sequences * run.data.seq_len,  # tokens and targets, int64
     }
     host = {"checkpoint copy": checkpoint_copy(run, layout, rank)}
+    if layout.offload == "activations":
+        host["offloaded activations"] = total(saved(run, layout, sequences, cpu=device == "cpu"))
     return Memory(rank, sequences, always | fullest.lines, fullest.what, device, host)

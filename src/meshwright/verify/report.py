@@ -13,7 +13,7 @@ from meshwright.verify.activations import Difference
 from meshwright.verify.compare import Comparison
 from meshwright.verify.evidence import Evidence
 
-ACTIVATION_BOUND = 0.10
+ACTIVATION_BOUND = 0.05
 """Largest accepted difference of saved activations, as a part of what was predicted."""
 
 
