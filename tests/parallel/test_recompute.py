@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshwright.model.build import build
 from meshwright.model.dropout import DropoutKey
 from meshwright.model.init import initialise_
-from meshwright.parallel.recompute import Recompute
+from meshwright.parallel.recompute import Recompute, _Frame
 from meshwright.parallel.residency import Residency
 from meshwright.parallel.zero import Options, shard
 from meshwright.spec.errors import UserError
@@ -254,6 +256,91 @@ def test_arguments_that_differ_within_a_region_are_refused():
         model(batch())
 
 
+class WritesToKept(nn.Module):
+    """Writes in place to what its linear layer put out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4).double()
+
+    def forward(self, x):
+        rows = self.linear(x[None])  # of three dimensions: the product's output under another shape
+        return torch.tanh(rows.mul_(0.5))[0] * x
+
+
+def test_writing_to_a_kept_output_is_refused_where_it_is_kept():
+    block = WritesToKept()
+    Recompute([block], keep=["linear"])
+    with pytest.raises(UserError, match="writes in place to the output of an operator that is kept"):
+        block(batch())
+    plain, again = WritesToKept(), WritesToKept()
+    again.load_state_dict(plain.state_dict())
+    Recompute([again])
+    for module in (plain, again):
+        module(batch()).sum().backward()
+    assert torch.equal(plain.linear.weight.grad, again.linear.weight.grad)
+
+
+def test_writing_between_the_blocks_of_a_region_is_refused():
+    class Between(Blocks):
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x, 1.0)
+                x.mul_(0.5)
+            return x.sum()
+
+    model = Between()
+    Recompute(model.layers, every=2)
+    with pytest.raises(UserError, match="blocks that are called one after the other"):
+        model(batch())
+
+
+def test_keywords_that_differ_within_a_region_are_refused():
+    class Shifted(Blocks):
+        def forward(self, x):
+            for index, layer in enumerate(self.layers):
+                x = layer(x, 1.0, shift=float(index))
+            return x.sum()
+
+    model = Shifted()
+    Recompute(model.layers, every=2)
+    with pytest.raises(UserError, match="otherwise the same arguments"):
+        model(batch())
+
+
+def test_autocast_is_as_it_was():
+    def run(recompute: bool):
+        torch.manual_seed(0)
+        blocks = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)])
+        if recompute:
+            Recompute(blocks)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = blocks(batch().float()).float().sum()
+        loss.backward()
+        return [p.grad for p in blocks.parameters()]
+
+    assert all(map(torch.equal, run(True), run(False)))
+
+
+def test_what_a_region_held_is_freed_once_it_has_been_computed_again():
+    """Kept outputs and handles go though the graph is held."""
+    block = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 4)).double()
+    frames: list[_Frame] = []
+    made = _Frame.__init__
+
+    def noted(self, *args):
+        made(self, *args)
+        frames.append(self)
+
+    with mock.patch.object(_Frame, "__init__", noted):
+        Recompute([block], keep=["linear"])
+        loss = block(batch()).sum()
+        assert len(frames[0]._kept.saved_tensors) == 2  # its input, and what the first of the linear layers put out
+        loss.backward(retain_graph=True)
+    (frame,) = frames
+    assert frame._kept is None and not frame._calls and not frame._handles
+
+
 # -- with random numbers from torch's generators ----------------------------------------------------------------------
 
 
@@ -264,6 +351,13 @@ class Drops(nn.Module):
 
     def forward(self, x):
         return nn.functional.dropout(torch.tanh(self.linear(x)), 0.5)
+
+
+def test_random_numbers_that_nobody_sets_back_are_refused():
+    block = Drops()
+    Recompute([block])
+    with pytest.raises(UserError, match="draws random numbers from torch's generators"):
+        block(batch())
 
 
 def test_torchs_random_numbers_are_drawn_again():
@@ -344,3 +438,29 @@ def test_parameters_gathered_for_a_step_are_gathered_once(ranks):
     for _, gathers, _, _, held in ranks.run(2, laid_out, 3, 2, 1, "step"):
         assert gathers == [f"blocks.{i}" for i in range(6)]
         assert held == 0
+
+
+class Sums(nn.Module):
+    """A block that sums over the ranks, as a split layer does."""
+
+    def __init__(self, group, recompute_of) -> None:
+        super().__init__()
+        self.linear, self.group, self.recompute_of = nn.Linear(4, 4).double(), group, recompute_of
+
+    def forward(self, x):
+        y = torch.tanh(self.linear(x))
+        total = y.detach().clone()
+        self.group.all_reduce(total, reason="test", phase=self.recompute_of().phase)
+        return torch.sin(y * total)
+
+
+def sums(mesh) -> list[tuple[str, int]]:
+    recompute: Recompute | None = None
+    blocks = nn.Sequential(*[Sums(mesh.group("dp"), lambda: recompute) for _ in range(3)])
+    recompute = Recompute(blocks)
+    blocks(batch()).sum().backward()
+    return sorted((row.key.phase, row.count) for row in mesh.ledger.rows())
+
+
+def test_a_collective_that_is_repeated_stands_in_phase_recompute(ranks):
+    assert ranks.run(2, sums) == [[("forward", 3), ("recompute", 3)]] * 2

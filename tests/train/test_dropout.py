@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from meshwright.model.dropout import Dropout, DropoutKey, TorchDropout
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import Batch, Data, LrSchedule, RunSpec
-from meshwright.train import state
+from meshwright.train import checkpoint, state
 from meshwright.train.trainer import Trainer
 from meshwright.verify.unequal import proof_data
 
@@ -50,21 +51,31 @@ def alone(run: RunSpec) -> Trainer:
     return Trainer(run, Mesh.single(torch.device("cpu")))
 
 
-def train(mesh: Mesh | None, run: RunSpec, steps: int, save_at: int | None = None) -> dict[str, Tensor]:
-    """The state after `steps` steps; with `save_at` by way of a second trainer that goes on from there."""
+def train(
+    mesh: Mesh | None, run: RunSpec, steps: int, save_at: int | None = None, folder: Path | None = None
+) -> dict[str, Tensor]:
+    """The state after `steps` steps; with `save_at` by way of `folder` and a second trainer that goes on from there."""
     trainer, data = alone(run) if mesh is None else Trainer(run, mesh), proof_data(run)
     for step in range(steps):
         if step == save_at:
-            saved, about = snapshot(trainer), state.meta(trainer, step, state.Counts())
+            assert folder is not None
+            trainer.sharded.settle()
+            saver = checkpoint.Saver(folder, trainer.mesh, state.saved_parts(trainer), keep=1, background=False)
+            saver.save(step, state.meta(trainer, step, state.Counts()))
+            saved = saver.wait()
+            assert saved is not None and saved.error is None
             torch.manual_seed(99)  # as another process would find its generator
             trainer = alone(run) if mesh is None else Trainer(run, mesh)
-            state.restore(trainer, saved, about)
+            checkpoint.read(saved.where, state.held_parts(trainer))
+            state.restored(trainer, checkpoint.manifest_of(saved.where).meta)
         trainer.update(step, trainer.accumulate(data, step))
     return snapshot(trainer)
 
 
 def snapshot(trainer: Trainer) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in state.tensors(trainer).items()}
+    named = [("model", placement, tensor.clone()) for placement, tensor in trainer.sharded.named_parameters()]
+    named += [(kind, placement, tensor.clone()) for placement, kind, tensor in trainer.optimizer.named_moments()]
+    return {f"{kind}/{placement.name}": tensor for kind, placement, tensor in named}
 
 
 def same(these: dict[str, Tensor], those: dict[str, Tensor]) -> bool:
@@ -89,9 +100,9 @@ def test_recompute_that_does_not_set_generators_back_is_noticed(monkeypatch: pyt
 
 @pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_resumed_run_drops_what_it_would_have(ranks, way: str, zero: int) -> None:
+def test_a_resumed_run_drops_what_it_would_have(ranks, tmp_path: Path, way: str, zero: int) -> None:
     run = run_of(dp=2, layout={"zero": zero}, **WAYS[way])
-    for whole, resumed in zip(ranks.run(2, train, run, 4), ranks.run(2, train, run, 4, 2), strict=True):
+    for whole, resumed in zip(ranks.run(2, train, run, 4), ranks.run(2, train, run, 4, 2, tmp_path), strict=True):
         assert same(whole, resumed)
 
 
@@ -116,9 +127,11 @@ def masks(mesh: Mesh, run: RunSpec, steps: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("dropout", ["counter", "torch"])
 def test_steps_ranks_and_micro_batches_have_masks_of_their_own(ranks, dropout: str) -> None:
+    """Two ranks, each with two micro-batches of two sequences in each of two steps."""
     run = run_of(dp=2, attention="explicit", dropout=dropout, layout={"zero": 1})
-    found = [mask for each in ranks.run(2, masks, run, 2) for mask in each if len(mask) == 2]
-    assert len(found) >= 4
+    run = run.model_copy(update={"batch": Batch(sequences=8, micro=2)})
+    found = [mask for each in ranks.run(2, masks, run, 2) for mask in each]
+    assert len(found) == 8
     for index, mask in enumerate(found):
         assert 0.2 < mask.float().mean() < 0.4
         assert not any(torch.equal(mask, other) for other in found[:index])

@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from meshwright.spec.errors import UserError
+from meshwright.spec.traffic import Phase
 
 OPERATORS: dict[str, tuple[str, ...]] = {
     "linear": ("mm", "addmm"),
@@ -76,6 +77,11 @@ class Recompute:
         for region in self.regions:
             _Region(self, region)
 
+    @property
+    def phase(self) -> Phase:
+        """What a collective within a block is issued in: "forward", or "recompute" the second time."""
+        return "recompute" if self.running else "forward"
+
 
 class _Region:
     """A run of blocks; opens a frame when forward enters the first and closes it when forward leaves the last."""
@@ -105,6 +111,7 @@ class _Region:
             self._give_up()
         elif index < len(self.blocks) - 1:
             self.frame.output = output
+            self.frame.output_version = _version(output)
         else:
             self.frame.close()
             self.frame = None
@@ -150,13 +157,16 @@ class _Frame:
     ) -> None:
         self.owner, self.blocks = owner, blocks
         self.output: Any = None  # of the latest block
+        self.output_version = 0
         self._first = (args, kwargs)
         self._leaves, self._spec = tree_flatten((args, kwargs))
         self._versions = [leaf._version for leaf in self._leaves if isinstance(leaf, Tensor)]
         self._handles: list[tuple[weakref.ref[_Handle], torch.Size, torch.dtype]] = []
         self._calls: list[_Call] = []
         self._kept: Any = None  # the node that holds what the recompute starts from
-        self._rng = _Rng([leaf for leaf in self._leaves if isinstance(leaf, Tensor)]) if owner.rng else None
+        tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        self._rng: _Rng | None = _Rng(tensors)
+        self._autocast = {kind: _autocast(kind) for kind in {tensor.device.type for tensor in tensors}}
         self._contexts = contextlib.ExitStack()
         self._contexts.enter_context(saved_tensors_hooks(self._pack, _Handle.get))
         if owner.operators:
@@ -170,6 +180,7 @@ class _Frame:
         """Raise UserError where the block that is entered does not continue the chain."""
         first, last = self._first
         chained = len(args) == len(first) > 0 and args[0] is self.output and kwargs.keys() == last.keys()
+        chained = chained and _version(args[0]) == self.output_version  # nothing has been written to it in between
         if not (chained and all(map(_same, args[1:], first[1:])) and all(_same(kwargs[k], last[k]) for k in kwargs)):
             self.leave()
             raise UserError(
@@ -186,6 +197,13 @@ class _Frame:
                 "recompute: a block writes to its input in place, so it cannot be computed again from it; "
                 "use recompute=none for it"
             )
+        if not self.owner.rng:
+            if self._rng is not None and self._rng.moved:
+                raise UserError(
+                    "recompute: a block draws random numbers from torch's generators, and would draw others the second "
+                    "time; use Recompute(..., rng=True), or recompute=none for it"
+                )
+            self._rng = None
         # What comes behind the last saved tensor is not computed again.
         self._calls = [call for call in self._calls if call.saved_before < len(self._handles)]
         outputs = [leaf for call in self._calls for leaf in call.outputs if isinstance(leaf, Tensor)]
@@ -205,7 +223,10 @@ class _Frame:
     def recompute(self) -> None:
         """Run the region's forward again and give its tensors to the handles that are still held."""
         if self._kept is None:
-            raise UserError("recompute: a region cannot be computed again twice; retain_graph is not supported")
+            raise UserError(
+                "recompute: a region is to be computed again a second time, as when it was used twice in one forward "
+                "with recompute_every above 1; use recompute_every=1, or recompute=none for it"
+            )
         args, kwargs = self._restore()
         again = _Again(self._handles)
         self.owner.running = True
@@ -213,6 +234,8 @@ class _Frame:
             with contextlib.ExitStack() as contexts:
                 contexts.enter_context(contextlib.suppress(_Enough))
                 contexts.enter_context(torch.enable_grad())
+                for kind, (enabled, dtype) in self._autocast.items():
+                    contexts.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
                 contexts.enter_context(saved_tensors_hooks(again.pack, _Again.unpack))
                 if self._rng is not None:
                     contexts.enter_context(self._rng.again())
@@ -293,17 +316,25 @@ class _Keep(torch.autograd.Function):
 
 
 class _Record(TorchDispatchMode):
-    """Writes down the outputs of kept operators."""
+    """Writes down the outputs of kept operators. Raises UserError where somebody writes to one afterwards: it would be
+    written to once more when it stands in for its operator."""
 
     def __init__(self, operators: frozenset[Any], calls: list[_Call], handles: Sequence[Any]) -> None:
         super().__init__()
         self._operators, self._calls, self._handles = operators, calls, handles
+        self._kept: set[int] = set()  # storages
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable and any(t.untyped_storage()._cdata in self._kept for t in _written(func, args)):
+            raise UserError(
+                "recompute: a block writes in place to the output of an operator that is kept, which is then not what "
+                "the operator put out; keep others, use recompute=full, or a block that does not"
+            )
         out = func(*args, **(kwargs or {}))
         if func.overloadpacket in self._operators:
             leaves, spec = tree_flatten(out)
             aliases = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            self._kept |= {alias.untyped_storage()._cdata for alias in aliases if isinstance(alias, Tensor)}
             self._calls.append(_Call(func, aliases, spec, len(self._handles)))
         return out
 
@@ -334,6 +365,13 @@ class _Rng:
         devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
         self._cuda = {device: torch.cuda.get_rng_state(device) for device in devices}
 
+    @property
+    def moved(self) -> bool:
+        """Whether any of them has been drawn from since."""
+        if not torch.equal(self._cpu, torch.get_rng_state()):
+            return True
+        return any(not torch.equal(state, torch.cuda.get_rng_state(device)) for device, state in self._cuda.items())
+
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """In here they give the same numbers once more; afterwards they go on as if nothing had been."""
@@ -346,3 +384,19 @@ class _Rng:
 
 def _same(a: Any, b: Any) -> bool:
     return a is b or (isinstance(a, bool | int | float | str) and type(a) is type(b) and a == b)
+
+
+def _version(value: Any) -> int:
+    """How often a tensor's memory has been written to in place."""
+    return value._version if isinstance(value, Tensor) else 0
+
+
+def _autocast(kind: str) -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+
+def _written(operator: Any, args: tuple[Any, ...]) -> Iterator[Tensor]:
+    """The arguments that an operator writes to."""
+    for argument, value in zip(operator._schema.arguments, args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):
+            yield value

@@ -101,9 +101,9 @@ class Sharded:
         self.stage = stage
         self.options = options
         if options.shard is None or options.shard == mesh.sizes["dp"]:
-            self.group, replicas = mesh.group("dp"), None
+            self.group, self.replicas = mesh.group("dp"), None
         else:
-            self.group, replicas = mesh.split("dp", options.shard)
+            self.group, self.replicas = mesh.split("dp", options.shard)
         self.device = mesh.device
         self._begun = False
         self._owed: set[Unit] = set()  # trainable ones whose sum of this step nobody has taken yet
@@ -115,7 +115,7 @@ class Sharded:
             self._adopt(plan)
         trained = [(unit, self._of(unit)) for unit in self.units if unit.trainable]
         self._reducer = Reducer(
-            trained, stage, self.group, replicas, arrives=self._check_used, left=self._backward_left
+            trained, stage, self.group, self.replicas, arrives=self._check_used, left=self._backward_left
         )
         self._residency: Residency | None = None
         planned = list(zip(self.units, plans, strict=True))

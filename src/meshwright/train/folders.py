@@ -20,6 +20,7 @@ from meshwright.spec.run import RunSpec
 FORMER = "former-"
 LATEST = "latest"
 _ASIDE = re.compile(r"\.saving-(\d+)-.*")  # the process that writes or removes it, and what
+_CHECKPOINT = re.compile(r"(former-|superseded-)?step-\d{8,}(-\d+)?")
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -49,7 +50,7 @@ def steps(folder: Path) -> list[int]:
 
 def is_checkpoint(folder: Path) -> bool:
     """Whether the name of `folder` says that it is, or was, a checkpoint."""
-    return _NAME.search(folder.name) is not None
+    return _CHECKPOINT.fullmatch(folder.name) is not None
 
 
 def check_resume(run: RunSpec) -> None:
@@ -97,9 +98,10 @@ def put_in_place(prepared: Path, folder: Path, step: int) -> None:
 
 def prune(folder: Path, step: int, keep: int, keep_every: int) -> None:
     """Remove all but `step`, the `keep` − 1 newest others, and every step that `keep_every` divides (0: none)."""
-    others = [s for s in steps(folder) if s != step and not (keep_every and s % keep_every == 0)]
+    others = [s for s in steps(folder) if s != step]
     for old in others[::-1][keep - 1 :]:
-        remove(path(folder, old))
+        if not (keep_every and old % keep_every == 0):
+            remove(path(folder, old))
 
 
 def set_aside(folder: Path, after: int) -> list[int]:

@@ -29,6 +29,9 @@ from meshwright.train.stopping import StoppedEarlyError, Stopping
 from meshwright.train.together import first_error, prepare_together
 from meshwright.train.trainer import Totals, Trainer, Update
 
+MOVES_SAMPLES = ("batch.sequences:", "data.seq_len:", "seed:")
+"""Options that a step's samples follow from, beside the data: changed, the order is entered at another place."""
+
 
 def run_rank(run: RunSpec, stop: StopFlag, *, quiet: bool = False) -> int:
     """Train `run` as the rank that this process's environment names; returns the rank's exit code.
@@ -165,6 +168,8 @@ class Loop:
         changes = state.changed_options(self.run_spec, about)
         if about.get("data", self.prepared.key) != self.prepared.key:
             changes.append("the files of data.path, by name, size or time; the samples to come may be others")
+        if any(change.startswith(MOVES_SAMPLES) for change in changes):
+            changes.append("which samples a step takes: some may come twice, or not in this epoch")
         for change in changes:
             self.progress.message(f"changed since that checkpoint: {change}")
 

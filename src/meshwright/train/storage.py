@@ -56,8 +56,8 @@ class Writer(StorageWriter):
     """Writes the checkpoint of `step` below `folder`; see folders.py for what becomes of older ones.
 
     meta: JSON that goes into the manifest. advance: called again and again while this rank writes. Each rank makes
-    one; the coordinator's places and prunes. Raises OSError where the file system refuses, and removes what was
-    written; NotFinite where a tensor is not finite.
+    one; the coordinator's places and prunes. Raises OSError where the file system refuses, NotFinite where a tensor is
+    not finite; then call `give_up`, or the next save clears away what was written.
     """
 
     def __init__(

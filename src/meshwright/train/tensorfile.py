@@ -106,8 +106,10 @@ def write_streams(
         for stream in ordered:
             start = file.tell()
             checked = beside.submit(stream.check)
-            sums = []
+            sums: list[Future[int]] = []
             for block in _blocks(stream):
+                if sums:  # or blocks that wait for their checksum would pile up in memory
+                    sums[-1].result()
                 sums.append(beside.submit(checksum, block))
                 _put(file, block)
                 flushing.written(len(block))
