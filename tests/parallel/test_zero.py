@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from unittest import mock
 
 import pytest
@@ -295,6 +296,38 @@ def test_a_weight_used_outside_its_module_is_refused(ranks, stage, words):
     for said in ranks.run(1 if stage == 3 else 2, outside, stage):
         assert "layers.1.weight was used outside the forward of the module that owns it" in said
         assert words in said
+
+
+def penalised(mesh, stage):
+    """Two steps whose loss has an L2 term over all parameters beside what forward gives: the last loss, gradients."""
+    sharded = shard(Chain().double(), mesh, stage)
+    sharded.fill(lambda piece, local: local.fill_(0.1))
+    for number in range(2):
+        sharded.begin()
+        sharded.micro(last=True)
+        out = sharded.module(torch.ones(1, 4, dtype=torch.float64))
+        loss = out + sum(p.square().sum() for p in sharded.module.parameters())
+        loss.backward()
+        for unit in list(sharded.finish()):
+            if number == 0:
+                unit.master.fill_(0.2)
+                sharded.publish(unit)
+    return loss.item(), {placement.name: gradient.clone() for placement, gradient in sharded.named_gradients()}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_l2_term_in_the_loss(ranks, stage):
+    """Right below stage 3, where updates are there once forward is over; NaN at 3, as docs/zero.md says."""
+    plain = Chain().double()
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.fill_(0.2)
+    expected = plain(torch.ones(1, 4, dtype=torch.float64)) + sum(p.square().sum() for p in plain.parameters())
+    expected.backward()
+    for loss, found in ranks.run(2, penalised, stage):
+        assert math.isnan(loss) if stage == 3 else loss == pytest.approx(expected.item(), rel=1e-12)
+        for name, gradient in found.items() if stage < 3 else ():
+            torch.testing.assert_close(gradient, 2 * plain.get_parameter(name).grad, rtol=1e-12, atol=1e-12)
 
 
 class OneOfThree(nn.Module):
