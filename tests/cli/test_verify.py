@@ -60,7 +60,7 @@ def test_equal_is_0(proof: dict[str, Any], capsys: pytest.CaptureFixture[str]) -
     out, err = capsys.readouterr()
     assert out.splitlines()[-1].startswith("equal: 15 tensors over 2 steps, worst difference 1.0e-15 (at most 1e-10)")
     assert "comparing 3 steps of a small llama model on 2 ranks with one device, in float64, on random tokens" in err
-    assert out.splitlines()[-1].endswith("traffic and memory as predicted, activations within 10%")
+    assert out.splitlines()[-1].endswith("traffic and memory as predicted, activations within 5%")
     assert "w9" in out and "w10" not in out and "5 better ones not shown; -v" in out
     assert "DIFFERS" not in out
     assert "difference: ‖a − b‖ / ‖b‖" in out

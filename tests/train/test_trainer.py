@@ -249,10 +249,10 @@ def test_a_checkpoint_fits_every_stage(ranks, tmp_path):
 
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize(("before", "after"), [(0, 1_000_000), (1_000_000, 0), (2_000, 4_000)])
-def test_a_checkpoint_knows_no_units(ranks, zero, before, after):
+def test_a_checkpoint_knows_no_units(ranks, tmp_path, zero, before, after):
     one, other = (run_of(GPT2, 3, zero, join, precision="float64") for join in (before, after))
     expected = ranks.run(3, train, one, 3)[0]
-    for found in ranks.run(3, under_another_stage, one, other, 3):
+    for found in ranks.run(3, under_another_stage, one, other, 3, tmp_path):
         for name, tensor in found.items():
             torch.testing.assert_close(tensor, expected[name], rtol=1e-9, atol=1e-12)
 

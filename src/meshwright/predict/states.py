@@ -52,7 +52,7 @@ def checkpoint_copy(run: RunSpec, layout: Layout, rank: int) -> int:
     cut = shards(layout)
     copies, place, which = layout.data_ranks // cut, rank % cut, rank // cut
     elements = 0
-    for size in unit_counts(run.model).values():
+    for size in unit_counts(run.model, layout.join).values():
         length = -(-size // cut)
         low, high = (min(length * place + length * part // copies, size) for part in (which, which + 1))
         elements += high - low  # without padding
