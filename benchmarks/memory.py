@@ -53,7 +53,8 @@ def measure(rank: int, ranks: int, precision: str, accumulate: int, names: list[
             print(f"{name}, {ranks} ranks, {precision}, {accumulate} micro-batch{'es' * (accumulate > 1)}")
             print(f"  {'recompute':34}stage    predicted     measured   measured/predicted   FLOPs computed again")
         for fields in WAYS if recompute else STAGES:
-            layout = Layout.model_validate({"dp": ranks, **fields})
+            # By default units of models so small are joined at stages 0 and 1, and reduced in larger buffers.
+            layout = Layout.model_validate({"dp": ranks, "zero_join": 0, **fields})
             run = RunSpec.model_validate(
                 {
                     "model": model,
