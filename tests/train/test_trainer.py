@@ -393,3 +393,18 @@ def test_options_changed_since_a_checkpoint_are_told():
     assert state.changed_options(trainer.run, about) == []
     joined = trainer.run.model_copy(update={"layout": Layout(dp=1, zero_join=7)})
     assert state.changed_options(joined, about) == ["layout.zero_join: 0 → 7"]
+
+
+@pytest.mark.parametrize("part", [1, 7, 1000])
+def test_gradients_widened_in_parts_update_the_same_bits(monkeypatch, part):
+    """Every element once, whatever the part: parts that end within a segment, at its end and beyond."""
+
+    def updated() -> dict[str, torch.Tensor]:
+        trainer = alone(run_of(LLAMA, 1, precision="bf16", grad_dtype="bf16"))
+        for step in range(2):
+            trainer.update(step, trainer.accumulate(data_of(trainer.run), step))
+        return snapshot(trainer)
+
+    expected = updated()
+    monkeypatch.setattr("meshwright.train.optimizer.WIDENED", part)
+    assert all(torch.equal(expected[name], tensor) for name, tensor in updated().items())
