@@ -73,8 +73,7 @@ def count_of(
     model.rebuild_buffers(torch.device("cpu"))
     initialise_(model, 0)
     if layout is not None and layout.recompute != "none":
-        keep = layout.recompute_keep if layout.recompute == "selective" else ()
-        Recompute(model.blocks, every=layout.region(spec.layers), keep=keep, rng=dropout == "torch")
+        Recompute(model.blocks, every=layout.region(spec.layers), keep=layout.kept_operators, rng=dropout == "torch")
     tokens = torch.randint(spec.vocab, (batch, seq))
     with FlopCounterMode(display=False, custom_mapping=UNKNOWN_TO_TORCH) as counter:
         value = model(tokens, tokens, dropout=DropoutKey(0, 0, torch.arange(batch)))

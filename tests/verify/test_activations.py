@@ -70,8 +70,8 @@ def step(
     model = build(spec, attention=attention, loss=loss, dropout=dropout, dtype=dtype).train()  # type: ignore[arg-type]
     initialise_(model, 0)
     if layout.recompute != "none":
-        keep = layout.recompute_keep if layout.recompute == "selective" else ()
-        Recompute(model.blocks, every=layout.region(spec.layers), keep=keep, rng=dropout == "torch")
+        every = layout.region(spec.layers)
+        Recompute(model.blocks, every=every, keep=layout.kept_operators, rng=dropout == "torch")
     tokens = torch.randint(spec.vocab, (batch, seq))
     key = DropoutKey(0, 0, torch.arange(batch))
     return measure(model, lambda: model(tokens, tokens, dropout=key).backward(), inputs=(tokens,))
@@ -80,7 +80,7 @@ def step(
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "float64": torch.float64}
 
 
-def agree(
+def assert_agrees(
     spec: ModelSpec,
     batch: int,
     seq: int,
@@ -107,7 +107,7 @@ def test_prediction_is_the_measurement(spec: ModelSpec, attention: str, loss: st
     if spec.attn_dropout and attention == "sdpa":
         attention = "explicit"  # the other is refused
     for batch, seq in ((3, 8), (1, 8), (2, 1), (1, 1)):
-        agree(spec, batch, seq, dtype, attention, loss)
+        assert_agrees(spec, batch, seq, dtype, attention, loss)
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -116,18 +116,18 @@ def test_prediction_is_the_measurement(spec: ModelSpec, attention: str, loss: st
 def test_prediction_is_the_measurement_with_recompute(spec: ModelSpec, attention: str, dtype: torch.dtype) -> None:
     if spec.attn_dropout and attention == "sdpa":
         attention = "explicit"
-    with_recompute(spec, attention, dtype, "counter")
+    assert_agrees_with_recompute(spec, attention, dtype, "counter")
 
 
-def with_recompute(spec: ModelSpec, attention: str, dtype: torch.dtype, dropout: str) -> None:
+def assert_agrees_with_recompute(spec: ModelSpec, attention: str, dtype: torch.dtype, dropout: str) -> None:
     spec = spec.model_copy(update={"layers": 3})
     chosen = [RECOMPUTED[name] for name in ("full, every 2", "selective", f"keep {', '.join(EVERYTHING)}")]
     for layout in chosen if dtype == torch.float64 else RECOMPUTED.values():
-        agree(spec, 3, 8, dtype, attention, "full", layout, dropout)
+        assert_agrees(spec, 3, 8, dtype, attention, "full", layout, dropout)
     for layout in chosen:
         for batch, seq in ((1, 16), (2, 1), (1, 1)):
-            agree(spec, batch, seq, dtype, attention, "full", layout, dropout)
-    agree(spec, 3, 8, dtype, attention, "chunked", chosen[0], dropout)
+            assert_agrees(spec, batch, seq, dtype, attention, "full", layout, dropout)
+    assert_agrees(spec, 3, 8, dtype, attention, "chunked", chosen[0], dropout)
 
 
 DROPPING = {
@@ -144,7 +144,7 @@ DROPPING = {
 @pytest.mark.parametrize("spec", DROPPING.values(), ids=DROPPING)
 def test_torchs_dropout_keeps_what_is_predicted(spec: ModelSpec, attention: str, dtype: torch.dtype) -> None:
     for batch, seq in ((3, 8), (1, 8), (2, 1), (1, 1)):
-        agree(spec, batch, seq, dtype, attention, "full", dropout="torch")
+        assert_agrees(spec, batch, seq, dtype, attention, "full", dropout="torch")
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -154,7 +154,7 @@ def test_torchs_dropout_keeps_what_is_predicted_with_recompute(
     spec: ModelSpec, attention: str, dtype: torch.dtype
 ) -> None:
     """Also what a run is refused, to keep outputs of the fused attention that drops: on the CPU it draws no masks."""
-    with_recompute(spec, attention, dtype, "torch")
+    assert_agrees_with_recompute(spec, attention, dtype, "torch")
 
 
 def test_many_chunks_of_the_loss_keep_no_more_than_one() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -15,11 +16,11 @@ from meshwright.model.loss import cross_entropy
 from meshwright.spec.model import ModelSpec
 
 
-class LanguageModel(nn.Module):
+class LanguageModel(nn.Module, ABC):
     """A plain model for one device. `build` makes one.
 
-    A family gives `blocks`, `embed`, `context` (what every block gets beside the hidden states), `norm_head`
-    (the final norm) and `lm_head`.
+    A family gives `blocks`, `embed`, `context` (what every block gets beside the hidden states), `final_norm`,
+    `embedding_weight` and `lm_head`.
     """
 
     lm_head: Head
@@ -29,23 +30,25 @@ class LanguageModel(nn.Module):
         self.spec, self.loss = spec, loss
 
     @property
+    @abstractmethod
     def blocks(self) -> nn.ModuleList:
         """The repeated blocks, in order."""
-        raise NotImplementedError
 
+    @abstractmethod
     def embed(self, tokens: Tensor, positions: Tensor | None, dropout: DropoutKey | None) -> Tensor:
         """tokens i64[B, T] -> hidden states [B, T, D]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def context(self, tokens: Tensor, positions: Tensor | None, dropout: DropoutKey | None) -> tuple[Any, ...]:
         """Arguments of every block after the hidden states."""
-        raise NotImplementedError
 
+    @abstractmethod
     def final_norm(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
+        """Hidden states [B, T, D] behind the last block -> the head's input, of the same shape."""
 
+    @abstractmethod
     def embedding_weight(self) -> nn.Parameter:
-        raise NotImplementedError
+        """The token embedding's weight [V, D], which a tied head shares."""
 
     def rebuild_buffers(self, device: torch.device | str) -> None:
         """Compute what is neither parameter nor state anew on `device` (after the meta device, say)."""

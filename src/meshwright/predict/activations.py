@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Required, TypedDict, Unpack
 
 from meshwright.predict.params import rotary_length
 from meshwright.spec.layout import Layout, Operators
@@ -85,32 +85,24 @@ def storages(
     )
 
 
-def saved(
-    spec: ModelSpec,
-    *,
-    batch: int,
-    seq: int,
-    dtype_bytes: int = 4,
-    attention: Literal["sdpa", "explicit"] = "sdpa",
-    loss: Literal["full", "chunked"] = "full",
-    dropout: Literal["counter", "torch"] = "counter",
-    device: Literal["cpu", "cuda"] = "cpu",
-    layout: Layout | None = None,
-) -> list[Saved]:
+class Sizes(TypedDict, total=False):
+    """What `storages` asks beside the model."""
+
+    batch: Required[int]
+    seq: Required[int]
+    dtype_bytes: int
+    attention: Literal["sdpa", "explicit"]
+    loss: Literal["full", "chunked"]
+    dropout: Literal["counter", "torch"]
+    device: Literal["cpu", "cuda"]
+
+
+def saved(spec: ModelSpec, layout: Layout | None = None, **sizes: Unpack[Sizes]) -> list[Saved]:
     """Storages kept between forward and backward, with the recompute of `layout`, if any; see `storages` for the rest.
 
     What a region keeps stands under its last block, where forward puts it by.
     """
-    parts = storages(
-        spec,
-        batch=batch,
-        seq=seq,
-        dtype_bytes=dtype_bytes,
-        attention=attention,
-        loss=loss,
-        dropout=dropout,
-        device=device,
-    )
+    parts = storages(spec, **sizes)
     regions = (row for region in kept(parts, layout or Layout()) for row in region)
     return [Saved(row.where, row.what, row.bytes) for row in (*parts.before, *regions, *parts.after)]
 
@@ -131,9 +123,8 @@ def kept(parts: Parts, layout: Layout) -> list[list[Saved]]:
 
 def outputs(rows: Sequence[Storage], layout: Layout) -> list[Storage]:
     """The outputs of kept operators in a region of these `rows`."""
-    words = layout.recompute_keep if layout.recompute == "selective" else ()
     stop = max((place for place, row in enumerate(rows) if row.saved), default=-1)
-    return [row for row in rows[: stop + 1] if row.by in words]
+    return [row for row in rows[: stop + 1] if row.by in layout.kept_operators]
 
 
 def _module(block: Sequence[Storage]) -> str:

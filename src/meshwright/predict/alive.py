@@ -33,7 +33,7 @@ class Alive:
         self.block_begins: list[int] = []  # by block: alive when backward leaves it
         self.block_ends: list[int] = []  # and when backward enters it
         away = layout.offload == "activations"
-        every = 1 if layout.recompute == "none" else layout.region(len(parts.blocks))
+        every = layout.region(len(parts.blocks))
         base = self._walk(parts.before, 0)
         for region, held in enumerate(kept(parts, layout)):
             until = 0 if away else base

@@ -80,7 +80,7 @@ def _recompute(spec: ModelSpec, layout: Layout, tokens: int, attention: int) -> 
     """FLOPs that regions compute again, `attention` being those of a block's two products of it."""
     if layout.recompute == "none":
         return 0
-    keep = layout.recompute_keep if layout.recompute == "selective" else ()
+    keep = layout.kept_operators
     weights = [] if "linear" in keep else _block_weights(spec)
     block = 2 * tokens * sum(weights) + (0 if "attention" in keep else attention)
     # A region's last product comes behind its last saved tensor, unless dropout saves its mask after it.

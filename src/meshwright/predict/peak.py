@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from meshwright.predict import activations, reductions
 from meshwright.predict.alive import Alive
@@ -63,7 +63,7 @@ def saved(run: RunSpec, layout: Layout, sequences: int, *, cpu: bool = True) -> 
     return activations.saved(run.model, layout=layout, **_sizes(run, sequences, cpu))
 
 
-def _sizes(run: RunSpec, sequences: int, cpu: bool) -> dict[str, Any]:
+def _sizes(run: RunSpec, sequences: int, cpu: bool) -> activations.Sizes:
     return {
         "batch": sequences,
         "seq": run.data.seq_len,
@@ -138,7 +138,7 @@ class _Step:
         self.kept = reductions.kept(run, layout) if cpu else None
         self.wholes = reductions.wholes(run, layout)
         self.alive = Alive(activations.storages(run.model, **_sizes(run, sequences, cpu)), layout)
-        self.region = 1 if layout.recompute == "none" else layout.region(self.spec.layers)
+        self.region = layout.region(self.spec.layers)
         self.hidden = self.tokens * self.spec.hidden * self.size
         self.ffn = self.tokens * self.spec.ffn_width * self.size
         heads = self.spec.heads + 2 * self.spec.num_kv_heads
@@ -172,7 +172,7 @@ class _Step:
 
     def recompute(self, index: int) -> Iterator[Moment]:
         masked = self.scores if self.spec.causal else 0
-        again = 0 if "softmax" in self.layout.recompute_keep else self.scores
+        again = 0 if "softmax" in self.layout.kept_operators else self.scores
         places = {"scores": masked, "softmax": masked + again}
         if self.spec.attn_dropout:
             # Written out here, the masked scores stay to the end; by torch, narrow weights are rounded once for nobody.

@@ -90,6 +90,11 @@ class Layout(BaseModel):
             raise ValueError(f"recompute_keep={show(list(self.recompute_keep))} names an operator twice")
         return self
 
+    @property
+    def kept_operators(self) -> tuple[Operators, ...]:
+        """Operators whose outputs a recompute starts from, beside its input."""
+        return self.recompute_keep if self.recompute == "selective" else ()
+
     def region(self, layers: int) -> int:
         """Blocks of a model of `layers` that are computed again together (the last region may have fewer)."""
         every = round(math.sqrt(layers)) if self.recompute_every == "sqrt" else self.recompute_every

@@ -228,8 +228,9 @@ def _recompute(run: RunSpec, model: LanguageModel) -> Recompute | None:
     layout = run.layout
     if layout.recompute == "none":
         return None
-    keep = layout.recompute_keep if layout.recompute == "selective" else ()
-    return Recompute(model.blocks, every=layout.region(len(model.blocks)), keep=keep, rng=_torch_drops(run))
+    return Recompute(
+        model.blocks, every=layout.region(len(model.blocks)), keep=layout.kept_operators, rng=_torch_drops(run)
+    )
 
 
 def _offload(layout: Layout, device: torch.device) -> Offload | None:
