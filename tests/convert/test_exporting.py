@@ -98,8 +98,13 @@ def test_a_tokenizer_that_is_gone(tmp_path, run):
 MEASURED = """
 import sys
 from pathlib import Path
+from meshwright.convert import exporting, importing
 from meshwright.convert.exporting import export
 from meshwright.convert.importing import import_folder
+from meshwright.train import manifest, tensorfile
+
+# A few runs wait for their checksums; how many, the machine decides: small ones are far from the size of the model.
+exporting.RUN = importing.RUN = manifest.BLOCK = tensorfile.BLOCK = 1 << 20
 
 def peak():
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
@@ -132,6 +137,6 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     for grown in map(int, done.stdout.split()):
-        assert grown < 0.5 * size, (grown, size)
+        assert grown < 0.3 * size, (grown, size)
     found = load_file(tmp_path / "large-out" / "model.safetensors")
     assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in tensors.items())

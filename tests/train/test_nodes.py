@@ -23,6 +23,11 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
+def listening(port: int) -> bool:
+    with socket.socket() as tried:
+        return tried.connect_ex(("127.0.0.1", port)) == 0
+
+
 @pytest.mark.timeout(400)  # ranks start six times, and machines are shared
 def test_a_node_dies_and_comes_back(tmp_path):
     """Killed with its launcher: the other goes on alone within 90 s. It comes back, of a lower address: both go on.
@@ -85,17 +90,22 @@ def test_nodes_end_together(tmp_path):
 
 
 @pytest.mark.timeout(300)
-def test_a_rank_of_a_node_that_fails_for_good_ends_all(tmp_path):
-    folder = text(tmp_path)
-    meeting = ("--ranks", "1", "--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
+@pytest.mark.parametrize("host_fails", [True, False])
+def test_a_rank_of_a_node_that_fails_for_good_ends_all(tmp_path, host_fails):
+    """On the node with the store, which ends with it, and on the other: both say what happened."""
+    folder, port = text(tmp_path), free_port()
+    meeting = ("--ranks", "1", "--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}")
     words = (*meeting, "steps=1000000", "validation.every=0")
-    with Command(folder, *words) as first, Command(folder, *words) as second:
-        first.until(lambda: (folder / "run" / "metrics.jsonl").exists() and len(lines(folder)) > 5)
-        (rank,) = second.ranks()
-        os.kill(rank, signal.SIGKILL)
-        assert second.end() == 1 and "was killed by SIGKILL" in second.err
-        assert first.end() == 1 and "the run has ended on another node" in first.err
-    assert "Traceback" not in first.err + second.err
+    with Command(folder, *words) as host:
+        host.until(lambda: listening(port))
+        with Command(folder, *words) as guest:
+            host.until(lambda: (folder / "run" / "metrics.jsonl").exists() and len(lines(folder)) > 5)
+            failing, other = (host, guest) if host_fails else (guest, host)
+            (rank,) = failing.ranks()
+            os.kill(rank, signal.SIGKILL)
+            assert failing.end() == 1 and "was killed by SIGKILL" in failing.err
+            assert other.end() == 1 and "the run has ended on another node" in other.err
+    assert "Traceback" not in host.err + guest.err
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def _run(agent: Agent, requests: StopRequests, nodes: Nodes | None, say: Callabl
     finally:
         # A node that leaves a run to others must not close the door behind it.
         if nodes is None or not nodes.elastic or requests.signal is None:
-            handler.shutdown()
+            rendezvous.end(handler, lambda: requests.signal is not None)
 
 
 @contextlib.contextmanager

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed.elastic.rendezvous.registry as registry
+from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 
@@ -23,6 +25,8 @@ LAST_CALL = 5
 """Seconds that enough nodes wait for more."""
 JOIN = 600
 """Seconds that too few nodes wait for others."""
+FAREWELL = HEARTBEAT * HEARTBEATS
+"""Seconds that a node stays for others to hear that the run is over: the store may be its own."""
 _STORE_TRIES = 3
 _LOOPBACK = "127.0.0.1"
 
@@ -104,6 +108,28 @@ def _handler(parameters: RendezvousParameters, otherwise: str) -> RendezvousHand
                 raise RunError(f"launch: {otherwise} ({exc})") from exc
             time.sleep(0.2)
     raise AssertionError
+
+
+def end(handler: Any, stop_waiting: Callable[[], bool]) -> None:
+    """Close the rendezvous to all nodes, and stay until each that takes part has done the same.
+
+    With the process that hosts the store everything in it ends: a node that hears of the end by its connection alone
+    cannot tell it from a loss.
+    """
+    handler.shutdown()
+    store = handler._store
+    try:
+        store.set(_left(handler._this_node), "")
+        others = [_left(node) for node in handler._state_holder.state.participants]
+        until = time.monotonic() + FAREWELL
+        while not (store.check(others) or stop_waiting() or time.monotonic() > until):
+            time.sleep(0.1)
+    except (DistError, RuntimeError, OSError):  # the store is gone, with the node that hosted it
+        pass
+
+
+def _left(node: object) -> str:
+    return f"meshwright.left/{node}"
 
 
 # -- what torch keeps to itself -------------------------------------------------------------------------------------
