@@ -103,7 +103,6 @@ from meshwright.convert.exporting import export
 from meshwright.convert.importing import import_folder
 from meshwright.train import manifest, tensorfile
 
-# A few runs wait for their checksums; how many, the machine decides: small ones are far from the size of the model.
 exporting.RUN = importing.RUN = manifest.BLOCK = tensorfile.BLOCK = 1 << 20
 
 def peak():

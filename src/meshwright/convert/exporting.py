@@ -114,8 +114,10 @@ def _streams(
     def runs(name: str) -> Iterator[Tensor]:
         nonlocal done
         length = math.prod(shapes[name])
+        place = torch.empty(min(RUN, length), dtype=dtype)
         for start in range(0, length, RUN):
-            run = stored.run(f"model/{name}", start, min(start + RUN, length)).to(dtype)
+            found = stored.run(f"model/{name}", start, min(start + RUN, length))
+            run = place[: found.numel()].copy_(found)
             if not all(map(torch.isfinite, torch.aminmax(run))):
                 raise RunError(f"{name} has numbers that {str(dtype).removeprefix('torch.')} cannot hold")
             yield run
@@ -133,11 +135,15 @@ class _Stored:
         self._found = found
         self._reader = Reader(where, found)
         self._metadata = self._reader.read_metadata()
+        self._places: dict[torch.dtype, Tensor] = {}
 
     def run(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) in C order. Raises RunError naming a file that is missing or damaged."""
+        """Elements [start, stop) in C order, at most RUN, where the former were of that dtype. Raises RunError naming
+        a file that is missing or damaged."""
         entry = self._found.tensors[name]
-        flat, done, parts = torch.empty(stop - start, dtype=entry.dtype), 0, []
+        if entry.dtype not in self._places:
+            self._places[entry.dtype] = torch.empty(RUN, dtype=entry.dtype)
+        flat, done, parts = self._places[entry.dtype][: stop - start], 0, []
         for box in boxes_of_run(entry.shape, start, stop):
             parts.append(Part(name, entry.shape, box, flat[done : done + box.numel].view(box.sizes)))
             done += box.numel

@@ -34,13 +34,15 @@ class Weight:
     start: int
 
     def runs(self, elements: int) -> Iterator[Tensor]:
-        """Its elements in C order, `elements` at a time. Raises RunError naming the file if it cannot be read."""
+        """Its elements in C order, `elements` at a time, each run where the one before was: new ones would leave the
+        allocator with holes that the next does not fit. Raises RunError naming the file if it cannot be read."""
         left = math.prod(self.shape)
+        place = torch.empty(min(elements, left), dtype=self.dtype)
         try:
             with open(self.file, "rb", buffering=0) as file:
                 file.seek(self.start)
                 while left:
-                    run = torch.empty(min(elements, left), dtype=self.dtype)
+                    run = place[: min(elements, left)]
                     buffer = memoryview(run.view(torch.uint8).numpy())
                     while buffer:
                         got = file.readinto(buffer)

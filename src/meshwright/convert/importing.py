@@ -190,8 +190,9 @@ def _meta(run: RunSpec, folder: Path) -> dict[str, object]:
 
 
 def _master(weight: Weight, name: str, dtype: torch.dtype) -> Iterator[Tensor]:
+    place = torch.empty(min(RUN, math.prod(weight.shape)), dtype=dtype)
     for run in weight.runs(RUN):
-        wide = run.to(dtype)
+        wide = place[: run.numel()].copy_(run)
         # NaN spoils both; takes no memory.
         if not all(map(torch.isfinite, torch.aminmax(wide))):
             raise RunError(f"{weight.file}: {name} is not finite, and nobody could go on from that")

@@ -51,7 +51,7 @@ class Stream:
     """A tensor that is written without being in memory as a whole.
 
     runs: makes its elements anew, in C order, as consecutive parts on any device; each but the last has a multiple of
-    BLOCK bytes. check: may raise what ends the writing.
+    BLOCK bytes, and may lie where the one before lay. check: may raise what ends the writing.
     """
 
     name: str
@@ -106,17 +106,16 @@ def write_streams(
         for stream in ordered:
             start = file.tell()
             checked = beside.submit(stream.check)
-            sums: list[Future[int]] = []
+            sums: list[int] = []
             for block in _blocks(stream):
-                if sums:  # or blocks that wait for their checksum would pile up in memory
-                    sums[-1].result()
-                sums.append(beside.submit(checksum, block))
+                summed = beside.submit(checksum, block)
                 _put(file, block)
+                sums.append(summed.result())
                 flushing.written(len(block))
                 advance()
             assert file.tell() - start == stream.nbytes, stream.name
             checked.result()
-            stored[stream.name] = Stored(start, tuple(each.result() for each in sums))
+            stored[stream.name] = Stored(start, tuple(sums))
         size = file.tell()
         flushing.join()
         os.fsync(file.fileno())
