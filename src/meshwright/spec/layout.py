@@ -24,7 +24,7 @@ class Layout(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     dp: Ranks | Literal["auto"] = Field("auto", description="data ranks; auto: what the ranks leave, 2 if nobody says")
-    tp: Ranks = Field(1, description="tensor ranks")
+    tp: Ranks = Field(1, description="tensor ranks: heads, feed-forward and vocabulary are dealt out over them")
     cp: Ranks = Field(1, description="context (sequence) ranks")
     pp: Ranks = Field(1, description="pipeline stages' ranks")
     ep: Ranks = Field(1, description="expert ranks, a part of dp × cp")
@@ -41,7 +41,7 @@ class Layout(BaseModel):
     zero_join: Annotated[int, Field(ge=0)] = Field(
         JOIN, description="zero=0 or 1: join neighbouring units until one holds as many parameters; 0: never"
     )
-    sp: bool = Field(False, description="sequence parallelism beside tp")
+    sp: bool = Field(False, description="beside tp: norms, dropout and residuals hold a part of the sequence")
     recompute: Literal["none", "full", "selective"] = Field(
         "none",
         description="what backward computes again: nothing; whole blocks; or all but the outputs of recompute_keep",
@@ -61,7 +61,7 @@ class Layout(BaseModel):
     def _available(self) -> Self:
         if sorted(self.order) != sorted(AXES):
             raise ValueError(f"order must name each of {', '.join(AXES)} once")
-        neutral = {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "sp": False}
+        neutral = {"cp": 1, "pp": 1, "ep": 1}
         wrong = [
             not_yet(name, getattr(self, name), f"use {name}={show(value)}")
             for name, value in neutral.items()
@@ -69,6 +69,8 @@ class Layout(BaseModel):
         ]
         if wrong:
             raise ValueError("; ".join(wrong))
+        if self.sp and self.tp == 1:
+            raise ValueError("sp=true goes beside tensor ranks; use tp=2 or more, or sp=false")
         if self.zero_shard is not None and self.zero == 0:
             raise ValueError("zero_shard belongs to zero=1, 2 or 3; zero=0 shards nothing")
         if self.zero < 3:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.presets import PRESETS
+from meshwright.spec.splitting import check as check_split
 
 Count = Annotated[int, Field(gt=0, lt=2**31)]
 Text = Annotated[str, Field(min_length=1)]
@@ -179,6 +180,14 @@ class RunSpec(Part):
             raise ValueError(
                 "recompute=selective does not go with compile=block, which merges the operators that it would keep; "
                 "use recompute=full or none, or compile=none"
+            )
+        check_split(self.model, self.layout, self.data.seq_len)
+        if self.layout.tp > 1 and self.compile == "block":
+            raise ValueError("compile=block does not go with tp above 1; use compile=none, or tp=1")
+        if self.layout.tp > 1 and self.dropout == "torch" and self.model.drops:
+            raise ValueError(
+                "dropout=torch does not go with tp above 1: torch's generators know nothing of who holds which part; "
+                "use dropout=counter (with attention=explicit where model.attn_dropout is above 0)"
             )
         if self.reduce_dtype != "auto" and self.precision == "float64":
             raise ValueError("reduce_dtype does not go with precision=float64, which is for proofs; use auto")
