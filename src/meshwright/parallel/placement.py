@@ -12,15 +12,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """The local part holds `start` to `stop` of the global tensor along `dim`, cut over `axis`."""
-
-    axis: str
-    dim: int
-    start: int
-    stop: int
+from meshwright.spec.cuts import Cut, local_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +20,9 @@ class Placement:
     """One parameter: its public (Hugging Face) name and global shape, how it is cut, over what it is replicated.
 
     `names` holds every place of the module tree where the parameter stands; a tied weight has several, and the
-    first is its public name.
+    first is its public name. partial: the ranks over which its gradients are still to be summed beside the data ranks,
+    by the name of their group; None where each rank has the whole gradient of what it holds. counted: whether this
+    rank's is the one that norms count and checkpoints hold, of several that other axes than `dp` have of the same part.
     """
 
     name: str
@@ -37,13 +31,12 @@ class Placement:
     names: tuple[str, ...]
     cuts: tuple[Cut, ...] = ()
     replicated: tuple[str, ...] = ()
+    partial: str | None = None
+    counted: bool = True
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        shape = list(self.shape)
-        for cut in self.cuts:
-            shape[cut.dim] = cut.stop - cut.start
-        return tuple(shape)
+        return local_shape(self.shape, self.cuts)
 
     @property
     def local_numel(self) -> int:
