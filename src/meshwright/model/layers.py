@@ -39,7 +39,7 @@ class Linear(nn.Module):
 
 
 class Head(Linear):
-    """The output layer: logits, or with targets the sum of token losses; `chunked`: never holding all logits at once."""
+    """The output layer: logits, or with targets the sum of token losses; chunked: never holding all logits."""
 
     def __init__(self, n_in: int, n_out: int, *, chunked: bool, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(n_in, n_out, bias=False, dtype=dtype, device=device)

@@ -36,8 +36,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from meshwright.parallel.flat import Piece
-from meshwright.spec.boxes import Box, boxes_of_run
-from meshwright.spec.cuts import in_whole
+from meshwright.spec.boxes import Box
 from meshwright.spec.errors import RunError
 
 
@@ -59,19 +58,9 @@ class Part:
 
 def parts_of(kind: str, piece: Piece, shard: Tensor) -> Iterator[Part]:
     """The boxes that `piece` is in the whole tensor, as parts of `shard`, which is laid out as the rank's shard."""
-    placement, flat, done = piece.placement, piece.of(shard), 0
-    for box in boxes_of_run(placement.local_shape, piece.start, piece.stop):
-        local = flat[done : done + box.numel].view(box.sizes)
-        done += box.numel
-        for inner, whole in in_whole(box, placement.cuts):
-            yield Part(f"{kind}/{placement.name}", placement.shape, whole, narrowed(local, box, inner))
-
-
-def narrowed(tensor: Tensor, box: Box, inner: Box) -> Tensor:
-    """The part `inner` of a tensor that is the box `box`; a view."""
-    for dim, (offset, origin, size) in enumerate(zip(inner.offsets, box.offsets, inner.sizes, strict=True)):
-        tensor = tensor.narrow(dim, offset - origin, size)
-    return tensor
+    name = f"{kind}/{piece.placement.name}"
+    for box, elements in piece.boxes(piece.of(shard)):
+        yield Part(name, piece.placement.shape, box, elements)
 
 
 def clipped(pieces: Iterable[Piece], start: int, stop: int) -> Iterator[Piece]:
