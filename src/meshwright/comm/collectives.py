@@ -137,7 +137,7 @@ class Group:
         return self._issue(
             call, phase, micro, _bytes(out), async_,
             (lambda: self._exchange(out, t)) if directly
-            else (lambda: dist.all_gather_single(out, t, self.process_group, async_op=True)), (out,),
+            else (lambda: dist.all_gather_single(out.view(-1), t.view(-1), self.process_group, async_op=True)), (out,),
         )  # fmt: skip
 
     def reduce_scatter(
@@ -163,7 +163,7 @@ class Group:
         if t.device.type != "cpu":
             return self._issue(
                 call, phase, micro, _bytes(t), async_,
-                lambda: dist.reduce_scatter_single(out, t, _REDUCE_OPS[op], self.process_group, async_op=True), (out,),
+                lambda: dist.reduce_scatter_single(out.view(-1), t.view(-1), _REDUCE_OPS[op], self.process_group, async_op=True), (out,),
             )  # fmt: skip
         parts = self.scratch.take(t.numel(), t.dtype)
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from meshwright.model.attention import Explicit, Sdpa
 from meshwright.model.dropout import DropoutKey, dropout
 from meshwright.model.layers import Head
-from meshwright.model.loss import cross_entropy
 from meshwright.spec.model import ModelSpec
 
 
@@ -25,9 +24,9 @@ class LanguageModel(nn.Module, ABC):
 
     lm_head: Head
 
-    def __init__(self, spec: ModelSpec, loss: str) -> None:
+    def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.spec, self.loss = spec, loss
+        self.spec = spec
 
     @property
     @abstractmethod
@@ -75,12 +74,8 @@ class LanguageModel(nn.Module, ABC):
 
     def head(self, x: Tensor, targets: Tensor | None) -> Tensor:
         """Hidden states [B, T, D] to logits, or with targets to the sum of token losses."""
-        x = self.final_norm(x)
-        if targets is not None and self.loss == "chunked":
-            loss: Tensor = self.lm_head(x, targets)
-            return loss
-        logits: Tensor = self.lm_head(x)
-        return logits if targets is None else cross_entropy(logits, targets)
+        out: Tensor = self.lm_head(self.final_norm(x), targets)
+        return out
 
     def tie(self) -> None:
         """Make the head's weight the embedding's own parameter where the spec says so."""

@@ -28,12 +28,13 @@ class DropoutKey:
 class Dropout(nn.Module):
     """Zeroes each element with probability p and divides the others by 1 − p (Srivastava et al. 2014).
 
-    `place` tells this dropout from the others of the model. Does nothing in eval mode.
+    `place` tells this dropout from the others of the model. Does nothing in eval mode. `part` is (number, of how many)
+    where x is one of equal parts, along the dimension behind the batch, of what is dropped from.
     """
 
     def __init__(self, p: float, place: int) -> None:
         super().__init__()
-        self.p, self.place = p, place
+        self.p, self.place, self.part = p, place, (0, 1)
 
     def forward(self, x: Tensor, key: DropoutKey | None) -> Tensor:
         """x [B, ...]. Raises ValueError without a key where one is needed."""
@@ -41,7 +42,7 @@ class Dropout(nn.Module):
             return x
         if key is None:
             raise ValueError("dropout: training with dropout needs dropout=DropoutKey(seed, step, rows)")
-        return torch.where(dropped(key, self.place, x.shape, self.p), 0.0, x).mul_(1 / (1 - self.p))
+        return torch.where(dropped(key, self.place, x.shape, self.p, self.part), 0.0, x).mul_(1 / (1 - self.p))
 
 
 class TorchDropout(nn.Module):
@@ -66,8 +67,10 @@ def seed_torch(seed: int, step: int, rank: int, micro: int) -> None:
     torch.manual_seed(_hash64(f"torch:{seed}:{step}:{rank}:{micro}"))
 
 
-def dropped(key: DropoutKey, place: int, shape: torch.Size, p: float) -> Tensor:
+def dropped(key: DropoutKey, place: int, shape: torch.Size, p: float, part: tuple[int, int] = (0, 1)) -> Tensor:
     """Which elements of a tensor [B, ..., n] to drop: bool of its shape, true with probability p to 2⁻³².
+
+    part: see Dropout; of 2 dimensions only (0, 1).
 
     Each run of n elements along the last dimension has a 64-bit key, from its sequence's place in the global batch
     and its index in the sequence; its two halves key a 32-bit hash of the element's index, because 32-bit
@@ -76,7 +79,9 @@ def dropped(key: DropoutKey, place: int, shape: torch.Size, p: float) -> Tensor:
     rows, (*middle, n) = key.rows, shape[1:]
     assert rows.shape == shape[:1] and n < 2**31
     runs = torch.Size(middle).numel()
-    run_keys = rows[:, None] * runs + torch.arange(runs, device=rows.device)
+    number, parts = part
+    assert middle or parts == 1
+    run_keys = rows[:, None] * (runs * parts) + torch.arange(number * runs, (number + 1) * runs, device=rows.device)
     run_keys = mix64_(run_keys.mul_(signed(GOLDEN)).add_(_hash64(f"dropout:{key.seed}:{key.step}:{place}"))).view(-1, 1)
     # The hash begins with an xorshift of low ^ column, which is that of each, since both are linear over bits.
     low = _xorshift_(run_keys.to(torch.int32), 16)

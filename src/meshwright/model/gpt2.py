@@ -64,13 +64,13 @@ class Block(nn.Module):
 
 class GPT2(LanguageModel):
     def __init__(self, spec: ModelSpec, kind: str, loss: str, masks: str, **where: Any) -> None:
-        super().__init__(spec, loss)
+        super().__init__(spec)
         self.transformer = nn.Module()
         self.transformer.wte = Embedding(spec.vocab, spec.hidden, **where)
         self.transformer.wpe = Embedding(spec.max_seq, spec.hidden, **where)
         self.transformer.h = nn.ModuleList(Block(spec, i, kind, masks, **where) for i in range(spec.layers))
         self.transformer.ln_f = LayerNorm(spec.hidden, spec.norm_eps, **where)
-        self.lm_head = Head(spec.hidden, spec.vocab, bias=False, **where)
+        self.lm_head = Head(spec.hidden, spec.vocab, chunked=loss == "chunked", **where)
         self.dropout = dropout(masks, spec.embd_dropout, place=0)
         self.tie()
 

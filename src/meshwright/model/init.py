@@ -64,17 +64,28 @@ def fill_(flat: Tensor, init: Init, *, seed: int, name: str, start: int) -> None
     Elements are counted in C order of the whole tensor. Values are computed in float64, then rounded to the dtype.
     """
     assert flat.dim() == 1 and start >= 0
+    fill_rows_(flat.view(1, -1), init, seed=seed, name=name, start=start, stride=0)
+
+
+@torch.no_grad()
+def fill_rows_(rows: Tensor, init: Init, *, seed: int, name: str, start: int, stride: int) -> None:
+    """The same for `rows` [r, n] of any strides: row i has elements [start + i · stride, start + i · stride + n)."""
     if init.kind != "normal":
-        flat.fill_(1.0 if init.kind == "ones" else 0.0)
+        rows.fill_(1.0 if init.kind == "ones" else 0.0)
         return
     key = _key(seed, name)
     scale = init.std / math.sqrt(2**32 - 1)  # 12 uniforms on 0..65535 have variance 12 · (2³² − 1)/12
     # Temporaries of a chunk stay in a CPU's cache; an accelerator wants larger ones.
-    chunk = 1 << 15 if flat.device.type == "cpu" else 1 << 24
-    for begin in range(0, flat.numel(), chunk):
-        part = flat[begin : begin + chunk]
-        total = _sum_of_12(key, start + begin, part.numel(), part.device)
-        part.copy_(total.sub_(12 * 65535 // 2).to(torch.float64).mul_(scale))
+    chunk = 1 << 15 if rows.device.type == "cpu" else 1 << 24
+    width = max(min(rows.size(1), chunk), 1)
+    height = chunk // width
+    for top in range(0, rows.size(0), height):
+        for left in range(0, rows.size(1), width):
+            part = rows[top : top + height, left : left + width]
+            below = torch.arange(part.size(0), device=rows.device)[:, None] * stride
+            elements = torch.arange(part.size(1), device=rows.device) + below + (start + top * stride + left)
+            total = _sum_of_12(key, elements)
+            part.copy_(total.sub_(12 * 65535 // 2).to(torch.float64).mul_(scale))
 
 
 def _key(seed: int, name: str) -> int:
@@ -82,13 +93,12 @@ def _key(seed: int, name: str) -> int:
     return signed(int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest(), "little"))
 
 
-def _sum_of_12(key: int, start: int, count: int, device: torch.device) -> Tensor:
-    """For elements [start, start + count) the sum of their 12 uniforms on 0..65535; int64[count].
+def _sum_of_12(key: int, elements: Tensor) -> Tensor:
+    """For each of `elements` (int64, overwritten) the sum of its 12 uniforms on 0..65535; int64 of their shape.
 
     Element `e` uses outputs 3e + 1 to 3e + 3 of the stream. Integers wrap around modulo 2⁶⁴ as SplitMix64 wants.
     """
-    counters = torch.arange(start, start + count, device=device)
-    state = counters.mul_(signed(3 * GOLDEN)).add_(key)
+    state = elements.mul_(signed(3 * GOLDEN)).add_(key)
     lanes = None  # two sums side by side, in the lower and the upper 32 bits
     for _ in range(3):
         word = mix64_(state.add_(signed(GOLDEN)).clone())

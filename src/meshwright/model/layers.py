@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from meshwright.model.init import STD, Init
-from meshwright.model.loss import chunked_cross_entropy
+from meshwright.model.loss import chunked_cross_entropy, cross_entropy
 
 
 def _parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -39,10 +39,17 @@ class Linear(nn.Module):
 
 
 class Head(Linear):
-    """The output layer: logits, or with targets the sum of token losses that never holds all logits at once."""
+    """The output layer: logits, or with targets the sum of token losses; chunked: never holding all logits."""
+
+    def __init__(self, n_in: int, n_out: int, *, chunked: bool, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(n_in, n_out, bias=False, dtype=dtype, device=device)
+        self.chunked = chunked
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        return super().forward(x) if targets is None else chunked_cross_entropy(x, self.weight, targets)
+        if targets is not None and self.chunked:
+            return chunked_cross_entropy(x, self.weight, targets)
+        logits = super().forward(x)
+        return logits if targets is None else cross_entropy(logits, targets)
 
 
 class Conv1D(nn.Module):

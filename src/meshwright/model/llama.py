@@ -73,12 +73,12 @@ class Block(nn.Module):
 
 class Llama(LanguageModel):
     def __init__(self, spec: ModelSpec, kind: str, loss: str, masks: str, **where: Any) -> None:
-        super().__init__(spec, loss)  # masks: the family has no dropout
+        super().__init__(spec)  # masks: the family has no dropout
         self.model = nn.Module()
         self.model.embed_tokens = Embedding(spec.vocab, spec.hidden, **where)
         self.model.layers = nn.ModuleList(Block(spec, i, kind, **where) for i in range(spec.layers))
         self.model.norm = RMSNorm(spec.hidden, spec.norm_eps, **where)
-        self.lm_head = Head(spec.hidden, spec.vocab, bias=False, **where)
+        self.lm_head = Head(spec.hidden, spec.vocab, chunked=loss == "chunked", **where)
         self.rotary = Rotary(spec, **where)
         self.tie()
 

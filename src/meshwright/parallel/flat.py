@@ -9,6 +9,7 @@ does not care where a parameter begins, so each rank holds at most two runs that
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,8 +17,10 @@ import torch
 from torch import Tensor
 
 from meshwright.comm.collectives import Pending
-from meshwright.parallel.placement import Placement
+from meshwright.parallel.placement import Placement, at
 from meshwright.parallel.units import UnitPlan
+from meshwright.spec.boxes import Box, boxes_of_run
+from meshwright.spec.cuts import in_whole
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,15 @@ class Piece:
     def of(self, shard: Tensor) -> Tensor:
         """This piece of a tensor that is laid out as the shard; 1-dim, a view."""
         return shard[self.offset : self.offset + self.stop - self.start]
+
+    def boxes(self, elements: Tensor) -> Iterator[tuple[Box, Tensor]]:
+        """The boxes of the whole parameter that the piece's `elements` are, each with its own, a view in its shape."""
+        done = 0
+        for box in boxes_of_run(self.placement.local_shape, self.start, self.stop):
+            local = elements[done : done + box.numel].view(box.sizes)
+            done += box.numel
+            for inner, whole in in_whole(box, self.placement.cuts):
+                yield whole, at(local, inner, box)
 
 
 @dataclass(frozen=True)
@@ -143,6 +155,19 @@ class Unit:
             if first < last:
                 found.append(Piece(member.placement, first - member.start, last - member.start, first - self.start))
         return tuple(found)
+
+    def counted(self, shard: Tensor) -> Iterator[Tensor]:
+        """The runs of `shard`, which is laid out as the rank's, that a norm over all ranks counts here."""
+        start = stop = 0
+        for piece in self.pieces:
+            if piece.placement.counted:
+                if piece.offset != stop:
+                    if start < stop:
+                        yield shard[start:stop]
+                    start = piece.offset
+                stop = piece.offset + piece.stop - piece.start
+        if start < stop:
+            yield shard[start:stop]
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:

@@ -23,10 +23,10 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from meshwright.spec.errors import UserError
 from meshwright.spec.traffic import Phase
+
+T = TypeVar("T")
 
 OPERATORS: dict[str, tuple[str, ...]] = {
     "linear": ("mm", "addmm"),
@@ -71,8 +73,10 @@ class Recompute:
     ) -> None:
         assert every >= 1, every
         self.operators = frozenset(getattr(torch.ops.aten, name) for word in keep for name in OPERATORS[word])
+        self.words = frozenset(keep)
         self.rng = rng
         self.running = False  # whether a region is being computed again at the moment
+        self.mode: _Record | _Replay | None = None  # what looks after kept operators in the region that runs
         self.regions = [list(blocks[start : start + every]) for start in range(0, len(blocks), every)]
         for region in self.regions:
             _Region(self, region)
@@ -81,6 +85,16 @@ class Recompute:
     def phase(self) -> Phase:
         """What a collective within a block is issued in: "forward", or "recompute" the second time."""
         return "recompute" if self.running else "forward"
+
+    def call(self, word: str, function: Callable[[], T]) -> T:
+        """`function()`, whose tensors count as what an operator of `word` puts out: where such are kept, they are,
+        and nothing in it is done a second time."""
+        return function() if self.mode is None or word not in self.words else self.mode.call(function)
+
+    def hollow(self, word: str, function: Callable[[], T]) -> T:
+        """`function()`, where operators of `word` are only a step towards what `call` keeps: what they put out is not
+        kept, and the second time they put out nothing of worth, in the right shape."""
+        return function() if self.mode is None or word not in self.words else self.mode.hollow(function)
 
 
 class _Region:
@@ -170,11 +184,13 @@ class _Frame:
         self._contexts = contextlib.ExitStack()
         self._contexts.enter_context(saved_tensors_hooks(self._pack, _Handle.get))
         if owner.operators:
-            self._contexts.enter_context(_Record(owner.operators, self._calls, self._handles))
+            owner.mode = _Record(owner.operators, self._calls, self._handles)
+            self._contexts.enter_context(owner.mode)
 
     def leave(self) -> None:
         """The region's forward is over, or has failed."""
         self._contexts.close()
+        self.owner.mode = None
 
     def check_next(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise UserError where the block that is entered does not continue the chain."""
@@ -240,11 +256,12 @@ class _Frame:
                 if self._rng is not None:
                     contexts.enter_context(self._rng.again())
                 if self._calls:
-                    contexts.enter_context(_Replay(self.owner.operators, self._calls))
+                    self.owner.mode = _Replay(self.owner.operators, self._calls)
+                    contexts.enter_context(self.owner.mode)
                 for block in self.blocks:
                     args = (block(*args, **kwargs), *args[1:])
         finally:
-            self.owner.running = False
+            self.owner.running, self.owner.mode = False, None
             self._calls = []
         if again.packed < len(self._handles):
             raise UserError(_DIFFERS)
@@ -273,6 +290,17 @@ class _Input:
 
 _KEPT = object()
 """Stands in a call's outputs for a tensor that a node keeps."""
+_CALLED = object()
+"""The operator of what `Recompute.call` was given."""
+
+
+@dataclass(frozen=True)
+class _Hollow:
+    """Stands in a call's outputs for a tensor that nothing asks for."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
 
 
 class _Enough(Exception):
@@ -323,6 +351,23 @@ class _Record(TorchDispatchMode):
         super().__init__()
         self._operators, self._calls, self._handles = operators, calls, handles
         self._kept: set[int] = set()  # storages
+        self._aside = self._hollow = False
+
+    def call(self, function: Callable[[], T]) -> T:
+        self._aside = True  # what happens within is part of one call
+        try:
+            out = function()
+        finally:
+            self._aside = False
+        self._keep(_CALLED, out)
+        return out
+
+    def hollow(self, function: Callable[[], T]) -> T:
+        self._hollow = True
+        try:
+            return function()
+        finally:
+            self._hollow = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.is_mutable and any(t.untyped_storage()._cdata in self._kept for t in _written(func, args)):
@@ -331,12 +376,18 @@ class _Record(TorchDispatchMode):
                 "the operator put out; keep others, use recompute=full, or a block that does not"
             )
         out = func(*args, **(kwargs or {}))
-        if func.overloadpacket in self._operators:
-            leaves, spec = tree_flatten(out)
+        if func.overloadpacket in self._operators and not self._aside:
+            self._keep(func, out)
+        return out
+
+    def _keep(self, operator: Any, out: Any) -> None:
+        leaves, spec = tree_flatten(out)
+        if self._hollow:
+            aliases = [_Hollow(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
+        else:
             aliases = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             self._kept |= {alias.untyped_storage()._cdata for alias in aliases if isinstance(alias, Tensor)}
-            self._calls.append(_Call(func, aliases, spec, len(self._handles)))
-        return out
+        self._calls.append(_Call(operator, aliases, spec, len(self._handles)))
 
 
 class _Replay(TorchDispatchMode):
@@ -346,15 +397,31 @@ class _Replay(TorchDispatchMode):
         super().__init__()
         self._operators, self._calls = operators, iter(calls)
 
+    def call(self, _: Callable[[], T]) -> T:
+        return self._next(_CALLED)
+
+    def hollow(self, function: Callable[[], T]) -> T:
+        return function()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket not in self._operators:
             return func(*args, **(kwargs or {}))
+        return self._next(func)
+
+    def _next(self, operator: Any) -> Any:
         call = next(self._calls, None)
-        if call is None or call.operator is not func:
+        if call is None or call.operator is not operator:
             raise UserError(_DIFFERS)
-        out = tree_unflatten([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in call.outputs], call.spec)
+        out = tree_unflatten([_given(leaf) for leaf in call.outputs], call.spec)
         call.outputs = []  # from here on it lives as long as what is computed from it
         return out
+
+
+def _given(leaf: Any) -> Any:
+    """What stands in for one output of a kept operator."""
+    if isinstance(leaf, _Hollow):
+        return torch.empty((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 class _Rng:

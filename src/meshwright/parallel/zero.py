@@ -44,7 +44,8 @@ from torch import Tensor, nn
 from meshwright.comm.mesh import Mesh
 from meshwright.parallel.flat import Member, Piece, Precision, Unit
 from meshwright.parallel.graph import leaves
-from meshwright.parallel.placement import Placement, plain_placements
+from meshwright.parallel.partial import PartialSums
+from meshwright.parallel.placement import Placement, plain_placements, put_together
 from meshwright.parallel.recompute import Recompute
 from meshwright.parallel.reducer import Reducer
 from meshwright.parallel.residency import Residency, Stay, entries
@@ -98,6 +99,7 @@ class Sharded:
         regions: Sequence[Sequence[nn.Module]] = (),
     ) -> None:
         self.module = module
+        self.mesh = mesh
         self.stage = stage
         self.options = options
         if options.shard is None or options.shard == mesh.sizes["dp"]:
@@ -117,6 +119,7 @@ class Sharded:
         self._reducer = Reducer(
             trained, stage, self.group, self.replicas, arrives=self._check_used, left=self._backward_left
         )
+        self._partial = PartialSums(mesh, [unit for unit, _ in trained])
         self._residency: Residency | None = None
         planned = list(zip(self.units, plans, strict=True))
         if stage == 3:
@@ -185,7 +188,7 @@ class Sharded:
 
     def _sums(self) -> Iterator[Unit]:
         self._untaken = False
-        for unit in self._reducer.sums():
+        for unit in self._partial.sums(self._reducer.sums()):
             self._owed.discard(unit)
             yield unit
 
@@ -233,6 +236,8 @@ class Sharded:
         """Let `value(piece, flat tensor)` write each piece of the master shards in place, then publish them all."""
         for unit in self.units:
             for piece in unit.pieces:
+                if piece.placement.cuts:
+                    piece.of(unit.master).zero_()  # what stands behind the end of the whole
                 value(piece, piece.of(unit.master))
             self._publish(unit)  # between steps or in one that was given up
         self.settle()
@@ -252,7 +257,16 @@ class Sharded:
                 flat = torch.empty(unit.padded, dtype=mine.dtype, device=mine.device)
                 self.group.all_gather(flat, mine, reason=f"zero.collect.{what}", phase="step")
             for member in unit.members:
-                yield member.placement, member.of(flat)
+                yield member.placement, self._uncut(member.placement, member.of(flat), what)
+
+    def _uncut(self, placement: Placement, part: Tensor, what: str) -> Tensor:
+        """The whole of a parameter that is cut over `tp`."""
+        if not placement.cuts:
+            return part
+        group = self.mesh.group("tp")
+        parts = part.new_empty((group.size, *part.shape))
+        group.all_gather(parts, part.contiguous(), reason=f"tp.collect.{what}", phase="step")
+        return put_together(list(parts), placement)
 
     def named_parameters(self) -> Iterator[tuple[Placement, Tensor]]:
         """Each parameter's record and value as the optimizer holds it, whole; collective, see `whole`."""
@@ -364,6 +378,7 @@ def shard(
     units: Mapping[str, Sequence[str]] | None = None,
     options: Options = Options(),
     recompute: Recompute | None = None,
+    placements: Mapping[str, Placement] | None = None,
 ) -> Sharded:
     """Lay `module`'s parameters out in flat unit buffers on the mesh's device and sum its gradients over `dp`.
 
@@ -372,7 +387,8 @@ def shard(
     `Sharded.fill`. Buffers stay where they are, and what `requires_grad` says now holds. Every rank must start with
     equal values, which nothing checks; filling from the seed or a checkpoint sees to it. `units` maps unit names to
     public parameter names, in the order in which forward meets them; by default one unit a repeated block, joined as
-    `options.join` says. recompute: what has been attached to the module, if anything.
+    `options.join` says. recompute: what has been attached to the module, if anything. placements: the parameters'
+    records, where other strategies have cut them.
 
     Raises UserError for a module of which a part is sharded already, for `shard` ranks that do not divide the data
     ranks, for `join` at stages 2 and 3, for units that miss a parameter, and for a stage or option that there is not.
@@ -391,7 +407,8 @@ def shard(
         raise UserError(f"zero_shard={options.shard}: {why}")
     if options.join and stage > 1:
         raise UserError(f"zero_join={options.join}: units are joined at stages 0 and 1 only, and this is stage {stage}")
-    placements = plain_placements(module, replicated=[axis for axis, size in mesh.sizes.items() if size > 1])
+    if placements is None:
+        placements = plain_placements(module, replicated=[axis for axis, size in mesh.sizes.items() if size > 1])
     regions = recompute.regions if recompute is not None else ()
     plans = plan_units(module, placements, units, options.join)
     _SHARDED.update(module.modules())

@@ -96,7 +96,9 @@ def summed(split: Split | None, shape: tuple[int, ...], cut: Cut | None, sp: boo
     sequence only. None where every rank has the whole gradient of what it holds.
     """
     if cut is not None:
-        return "tp.inner" if cut.copies > 1 else None
+        if cut.copies == 1:
+            return None
+        return "tp.inner" if cut.ways > 1 else "tp"
     return "tp" if sp or (split is not None and split.style == "heads") else None
 
 

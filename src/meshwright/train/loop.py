@@ -388,7 +388,8 @@ class Loop:
     def leave(self, code: int) -> None:
         """What needs the other ranks at the end: updates under way, and a sample where no rank has a whole model."""
         self.trainer.sharded.settle()
-        if code == OK and self.run_spec.layout.zero == 3 and self.run_spec.model.causal:
+        in_parts = self.run_spec.layout.zero == 3 or self.trainer.line is not None
+        if code == OK and in_parts and self.run_spec.model.causal:
             self.mesh.blackbox.note("writing a sample")
             self.sample = self._sample()
 
@@ -441,8 +442,12 @@ class Loop:
 
     def _sample(self, length: int = 200) -> str:
         prompt = self.prepared.encode("def ")
+        layout = self.run_spec.layout
+        multiple = layout.tp if layout.sp else 1
         try:
-            ids = generate(self.trainer.model, prompt, length, temperature=0.8, seed=self.run_spec.seed)
+            ids = generate(
+                self.trainer.model, prompt, length, temperature=0.8, seed=self.run_spec.seed, multiple=multiple
+            )
         except RunError as error:
             return f"none: {error}"
         return self.prepared.decode(ids)

@@ -1,7 +1,7 @@
 """What one rank saves and loads of a run's tensors, and torch.distributed.checkpoint's planners for that.
 
-A rank's shard is a run of a unit's flat buffer. What it holds of a parameter is a run of that, which is a few boxes;
-each box of them lies in the shard without gaps. Ranks that hold the same shard (all of them at ZeRO 0, replicas with
+A rank's shard is a run of a unit's flat buffer. What it holds of a parameter is a run of that, which is a few boxes of
+the rank's part, and these are boxes of the whole. Ranks that hold the same shard (all of them at ZeRO 0, replicas with
 hybrid sharding) each save a part of it, and load all of it.
 """
 
@@ -36,8 +36,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from meshwright.parallel.flat import Piece
-from meshwright.parallel.placement import Placement
-from meshwright.spec.boxes import Box, boxes_of_run
+from meshwright.spec.boxes import Box
 from meshwright.spec.errors import RunError
 
 
@@ -59,18 +58,9 @@ class Part:
 
 def parts_of(kind: str, piece: Piece, shard: Tensor) -> Iterator[Part]:
     """The boxes that `piece` is in the whole tensor, as parts of `shard`, which is laid out as the rank's shard."""
-    placement, flat, done = piece.placement, piece.of(shard), 0
-    for box in boxes_of_run(placement.local_shape, piece.start, piece.stop):
-        local = flat[done : done + box.numel].view(box.sizes)
-        done += box.numel
-        yield Part(f"{kind}/{placement.name}", placement.shape, _in_whole(placement, box), local)
-
-
-def _in_whole(placement: Placement, box: Box) -> Box:
-    offsets = list(box.offsets)
-    for cut in placement.cuts:
-        offsets[cut.dim] += cut.start
-    return Box(tuple(offsets), box.sizes)
+    name = f"{kind}/{piece.placement.name}"
+    for box, elements in piece.boxes(piece.of(shard)):
+        yield Part(name, piece.placement.shape, box, elements)
 
 
 def clipped(pieces: Iterable[Piece], start: int, stop: int) -> Iterator[Piece]:

@@ -1,4 +1,4 @@
-"""Text from a model: one token after the other, on one device."""
+"""Text from a model: one token after the other."""
 
 from __future__ import annotations
 
@@ -9,25 +9,29 @@ from meshwright.spec.errors import RunError
 
 
 @torch.no_grad()
-def generate(model: nn.Module, prompt: list[int], length: int, *, temperature: float, seed: int) -> list[int]:
+def generate(
+    model: nn.Module, prompt: list[int], length: int, *, temperature: float, seed: int, multiple: int = 1
+) -> list[int]:
     """`prompt` and `length` tokens after it, drawn from softmax(logits / temperature); 0: the likeliest token.
 
     The same seed draws the same tokens from the same logits on any device. The model sees the last `max_seq` tokens,
-    is run in evaluation mode, and left in the mode it was in. Raises ValueError for an empty prompt or a negative
+    is run in evaluation mode, and left in the mode it was in. It gets sequences that `multiple` divides: filled up behind
+    their end, which no token before sees. Raises ValueError for an empty prompt or a negative
     temperature, RunError for logits that are not finite.
     """
     if not prompt or temperature < 0:
         raise ValueError(f"prompt of {len(prompt)} tokens, temperature {temperature}; at least 1 and 0")
     device = next(model.parameters()).device
-    window: int = model.spec.max_seq
+    window: int = model.spec.max_seq // multiple * multiple
     generator = torch.Generator().manual_seed(seed)  # the CPU's: the accelerator's would draw others
     ids = list(prompt)
     was_training = model.training
     model.eval()
     try:
         for _ in range(length):
-            tokens = torch.tensor([ids[-window:]], dtype=torch.int64, device=device)
-            ids.append(_draw(model(tokens)[0, -1], temperature, generator))
+            seen = ids[-window:]
+            tokens = torch.tensor([seen + [0] * (-len(seen) % multiple)], dtype=torch.int64, device=device)
+            ids.append(_draw(model(tokens)[0, len(seen) - 1], temperature, generator))
     finally:
         model.train(was_training)
     return ids

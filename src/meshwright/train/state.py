@@ -27,7 +27,8 @@ def saved_parts(trainer: Trainer) -> list[Part]:
     found: list[Part] = []
     for unit, shards in _shards(trainer):
         length = unit.parameter_shard.numel()
-        mine = clipped(unit.pieces, length * which // copies, length * (which + 1) // copies)
+        counted = (piece for piece in unit.pieces if piece.placement.counted)
+        mine = clipped(counted, length * which // copies, length * (which + 1) // copies)
         found += [part for piece in mine for kind, shard in shards.items() for part in parts_of(kind, piece, shard)]
     return found
 

@@ -13,17 +13,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from meshwright.comm.collectives import Group
 from meshwright.comm.mesh import Mesh
 from meshwright.model.base import LanguageModel
 from meshwright.model.build import DTYPES, build
 from meshwright.model.dropout import DropoutKey, seed_torch
-from meshwright.model.init import fill_, initial
+from meshwright.model.init import Init, fill_, fill_rows_, initial
 from meshwright.model.loss import IGNORE
-from meshwright.parallel import zero
+from meshwright.parallel import tensor, zero
 from meshwright.parallel.compile import compile_blocks
 from meshwright.parallel.flat import Piece, Precision
 from meshwright.parallel.offload import Offload
+from meshwright.parallel.products import Line
 from meshwright.parallel.recompute import Recompute
+from meshwright.spec import splitting
 from meshwright.spec.batch import micro_batches, micro_steps, part
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import Layout
@@ -86,15 +89,18 @@ class Trainer:
         if run.compile == "block":
             compile_blocks(self.model.blocks, mesh.device)
         self.recompute = _recompute(run, self.model)
-        self.sharded = zero.shard(self.model, mesh, run.layout.zero, options=_options(run), recompute=self.recompute)
+        self.line: Line | None = None
+        placements = None
+        if run.layout.tp > 1:
+            self.line, placements = tensor.apply(
+                self.model, mesh, splitting.plan(run.model), sequence=run.layout.sp, recompute=self.recompute
+            )
+        self.sharded = zero.shard(
+            self.model, mesh, run.layout.zero, options=_options(run), recompute=self.recompute, placements=placements
+        )
         self.model.rebuild_buffers(mesh.device)
         self.offload = _offload(run.layout, mesh.device)
-
-        def from_seed(piece: Piece, local: Tensor) -> None:
-            name = piece.placement.name
-            fill_(local, initials[name], seed=run.seed, name=name, start=piece.start)
-
-        self.sharded.fill(from_seed)
+        self.sharded.fill(lambda piece, local: _fill_from_seed(piece, local, initials[piece.placement.name], run.seed))
         self.optimizer = FlatAdamW(self.sharded, run.optimizer)
         self.scale = LossScale.of(run.precision)
 
@@ -115,6 +121,8 @@ class Trainer:
         for index, places in enumerate(micros):
             last = index == len(micros) - 1
             self.sharded.micro(index, last=last)
+            if self.line is not None:
+                self.line.micro = index
             self.mesh.blackbox.tick()  # where nothing is sent between micro-batches, this alone shows that all is well
             loss = None
             if _torch_drops(self.run):
@@ -131,7 +139,8 @@ class Trainer:
             if last:
                 # Before the last backward, so that the reductions it starts come after this one on every rank.
                 totals[2] = stop()
-                pending = group.all_reduce(totals, reason="step.metrics", phase="step", async_=True)
+                totals[:2].mul_(self._speaks)
+                pending = self._everybody.all_reduce(totals, reason="step.metrics", phase="step", async_=True)
             if loss is not None:
                 (loss if scale == 1.0 else loss * scale).backward()
             self.sharded.end_micro()
@@ -168,6 +177,8 @@ class Trainer:
         mine = part(len(ids), group.size, group.rank)
         totals = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
         self.model.eval()
+        if self.line is not None:
+            self.line.micro = None
         for index in range(micro_steps(len(ids), group.size, self.run.batch.micro)):
             if stop() and not self.sharded.every_rank_computes:
                 break
@@ -179,18 +190,30 @@ class Trainer:
                 totals[1] += (targets != IGNORE).sum()
             elif self.sharded.every_rank_computes:
                 self.compute_nothing(0)
+        totals[:2].mul_(self._speaks)
         totals[2] = stop()
-        group.all_reduce(totals, reason="validation.metrics", phase="forward")
+        self._everybody.all_reduce(totals, reason="validation.metrics", phase="forward")
         loss_sum, tokens_seen, stops = totals.tolist()
         return Totals(loss_sum, int(tokens_seen), stops)
 
     def compute_nothing(self, step: int) -> Tensor:
         """The loss of a token that does not count: what a rank computes where the others have a micro-batch and it
         has none, so that it takes part in their gathers and adds nothing to their sums."""
-        token = torch.zeros(1, 1, dtype=torch.int64, device=self.mesh.device)
+        length = self.run.layout.tp if self.run.layout.sp else 1  # a token for each part of the sequence
+        token = torch.zeros(1, length, dtype=torch.int64, device=self.mesh.device)
         key = DropoutKey(self.run.seed, step, torch.zeros(1, dtype=torch.int64, device=self.mesh.device))
         loss: Tensor = self.model(token, torch.full_like(token, IGNORE), dropout=key)
         return loss
+
+    @property
+    def _everybody(self) -> Group:
+        """The ranks that hear of a step's figures."""
+        return self.mesh.group("dp", "tp")
+
+    @property
+    def _speaks(self) -> int:
+        """1 on one rank of each batch part, 0 on those that compute the same loss with it."""
+        return int(self.mesh.coords["tp"] == 0)
 
     def _saving(self, *inputs: Tensor) -> AbstractContextManager[object]:
         """Around a forward: where what it saves for backward goes."""
@@ -203,8 +226,7 @@ class Trainer:
         """L2 norm of the gradient sums over all parameters; each unit's part while others are still on the wire."""
         norms = []
         for unit in self.sharded.finish():
-            for segment in unit.segments:
-                gradient = segment.of(unit.gradient_shard)
+            for gradient in unit.counted(unit.gradient_shard):
                 wide = torch.promote_types(gradient.dtype, torch.float32)
                 norms.append(torch.linalg.vector_norm(gradient, dtype=wide).double())
         squares = torch.stack(norms).square_().sum() if norms else torch.zeros((), dtype=torch.float64)
@@ -213,10 +235,24 @@ class Trainer:
         if self.sharded.stage:
             # Each rank has the sums of its own shard. Over all ranks, also those that hold the same shards, so that
             # all have the same bits and decide alike.
-            group = self.mesh.group("dp")
-            group.all_reduce(squares, reason="step.norm", phase="step")
-            replicas = group.size // self.sharded.group.size
+            self._everybody.all_reduce(squares, reason="step.norm", phase="step")
+            replicas = self.mesh.sizes["dp"] // self.sharded.group.size
+        elif self.line is not None:
+            self.line.group.all_reduce(squares, reason="step.norm", phase="step")
         return math.sqrt(float(squares) / replicas)
+
+
+def _fill_from_seed(piece: Piece, local: Tensor, init: Init, seed: int) -> None:
+    """The piece's values into `local`, 1-dim; what stands behind the end of the whole is left as it is."""
+    name, shape = piece.placement.name, piece.placement.shape
+    if not piece.placement.cuts:
+        fill_(local, init, seed=seed, name=name, start=piece.start)
+        return
+    assert len(shape) <= 2, name
+    for box, view in piece.boxes(local):
+        row = shape[-1]
+        start = box.offsets[0] if len(shape) == 1 else box.offsets[0] * row + box.offsets[1]
+        fill_rows_(torch.atleast_2d(view), init, seed=seed, name=name, start=start, stride=row)
 
 
 def _torch_drops(run: RunSpec) -> bool:

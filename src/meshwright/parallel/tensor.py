@@ -1,0 +1,131 @@
+"""Tensor parallelism (Megatron-LM, Shoeybi et al. 2019), and sequence parallelism beside it (Korthikanti et al. 2022).
+
+The ranks of `tp` compute every block together. A block's halves, attention and MLP, are each a product whose outputs
+are dealt out (columns: heads, or feed-forward units), something between that does not mix them, and a product whose
+inputs are dealt out in the same way (rows); the ranks' results of that are added. So a half needs one sum forward and
+one backward, and the same between two halves would be needed after each product if both were cut alike. The embedding
+and the head are cut by words, and the loss is computed from parts of the logits (vocabulary.py).
+
+    ===============  ==========================================  =============================================
+    a half block     forward                                     backward
+    ===============  ==========================================  =============================================
+    tp               all-reduce of the outputs                   all-reduce of the input's gradient
+    tp and sp        all-gather of the input, reduce-scatter     all-gather of the outputs' gradient and of the
+                     of the outputs                              input, reduce-scatter of the input's gradient
+    ===============  ==========================================  =============================================
+
+Beside `tp` alone, norms, dropout and the residual stream are the same on all ranks. With `sp` each rank has its part
+of the sequence there; an all-reduce is a reduce-scatter and an all-gather, so both send the same, but for the input that
+backward gathers again instead of keeping it whole. That gather, and the sums of inputs' gradients, run under products.
+
+Memory a rank: parameters, gradients and states of all matrices by t; of a layer's activations sbh(34 + 5as/h) with `tp`
+sbh(10 + 24/t + 5as/ht), with `sp` too all of it by t.
+
+The model stays as it is written: `apply` puts other layers in the place of its own, by the plan of spec/splitting.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from meshwright.comm.mesh import Mesh
+from meshwright.model.dropout import Dropout
+from meshwright.model.layers import Conv1D
+from meshwright.parallel import vocabulary
+from meshwright.parallel.placement import Placement, cut_out, plain_placements
+from meshwright.parallel.products import Columns, Line, Rows, Together
+from meshwright.parallel.recompute import Recompute
+from meshwright.spec.errors import UserError
+from meshwright.spec.splitting import Split, cut_of, found, summed
+
+
+def apply(
+    module: nn.Module,
+    mesh: Mesh,
+    plan: Mapping[str, Split],
+    *,
+    sequence: bool = False,
+    recompute: Recompute | None = None,
+) -> tuple[Line, dict[str, Placement]]:
+    """Cut `module` over the mesh's `tp` ranks by `plan`; returns the line of ranks, and a record of each parameter.
+
+    The module is changed in place: layers that `plan` names by their place in the module tree, with `*` for a number,
+    are replaced by ones that hold this rank's part, under the same names; values are cut too, where there are any
+    (not on the meta device). Columns and rows must be nn.Linear or this project's layers. All ranks of `tp` must give
+    the same input. Raises UserError for a name that is nowhere, and for a layer that cannot be cut so.
+    """
+    line = Line(mesh.group("tp"), sequence=sequence, recompute=recompute)
+    whole = plain_placements(module, replicated=[axis for axis, size in mesh.sizes.items() if size > 1])
+    coordinate, tp = mesh.coords["tp"], mesh.sizes["tp"]
+    splits = {name: split for name, _ in module.named_modules() if (split := found(dict(plan), name)) is not None}
+    missing = [key for key in plan if not any(plan[key] is split for split in splits.values())]
+    if missing and any(plan[key].style in ("columns", "rows", "vocabulary") for key in missing):
+        raise UserError(f"tensor: the plan names {', '.join(missing)}, and the module has no such layer")
+    placements = {
+        name: _placed(placement, splits.get(name.rpartition(".")[0]), module, tp, coordinate, sequence)
+        for name, placement in whole.items()
+    }
+    local = {
+        each: nn.Parameter(
+            cut_out(module.get_parameter(name), placement.cuts), module.get_parameter(name).requires_grad
+        )
+        for name, placement in placements.items()
+        if placement.cuts
+        for each in placement.names[:1]
+    }
+    shared = {other: placements[name].name for name in placements for other in placements[name].names}
+    together: dict[tuple[str, str], Together] = {}
+    for name, split in splits.items():
+        old = module.get_submodule(name)
+        part = {leaf: local.get(shared[f"{name}.{leaf}"], p) for leaf, p in old.named_parameters(recurse=False)}
+        new: nn.Module | None = None
+        parent, _, leaf = name.rpartition(".")
+        if split.style in ("columns", "rows"):
+            kind = Columns if split.style == "columns" else Rows
+            new = kind(part["weight"], part.get("bias"), _outputs(old, name), line, _reason(parent))
+            if isinstance(new, Columns) and split.reads:
+                new.together = together.setdefault((parent, split.reads), new.together)
+                if new not in new.together.layers:
+                    new.together.layers.append(new)
+        elif split.style in ("vocabulary", "positions"):
+            new = vocabulary.part_of(old, name, part, line)
+        elif isinstance(old, Dropout) and (sequence or split.style == "heads"):
+            old.part = (coordinate, tp)
+        if new is not None:
+            setattr(module.get_submodule(parent), leaf, new.train(old.training))
+    return line, placements
+
+
+def _placed(
+    placement: Placement, split: Split | None, module: nn.Module, tp: int, coordinate: int, sequence: bool
+) -> Placement:
+    cut = None
+    if split is not None:
+        owner = module.get_submodule(placement.name.rpartition(".")[0])
+        outputs = _outputs(owner, placement.name) if split.style in ("columns", "rows") else 0
+        cut = cut_of(split, placement.shape, outputs, tp, coordinate)
+    partial = summed(split, placement.shape, cut, sequence)
+    counted = coordinate == 0 if cut is None else cut.copy == 0
+    replicated = placement.replicated if cut is None else tuple(a for a in placement.replicated if a != "tp")
+    return replace(
+        placement, cuts=() if cut is None else (cut,), partial=partial, counted=counted, replicated=replicated
+    )
+
+
+def _outputs(layer: nn.Module, name: str) -> int:
+    """The dimension of a linear layer's weight along which its outputs run."""
+    if isinstance(layer, Conv1D):
+        return 1
+    weight = getattr(layer, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 2:
+        raise UserError(f"tensor: {name} is no linear layer, and cannot be cut by columns or rows")
+    return 0
+
+
+def _reason(parent: str) -> str:
+    """ "tp.attn" or "tp.mlp": the half block that a layer is in, by the last name of its module."""
+    last = parent.rpartition(".")[2] or "model"
+    return f"tp.{ {'self_attn': 'attn'}.get(last, last) }"
