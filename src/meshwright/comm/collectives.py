@@ -163,7 +163,9 @@ class Group:
         if t.device.type != "cpu":
             return self._issue(
                 call, phase, micro, _bytes(t), async_,
-                lambda: dist.reduce_scatter_single(out.view(-1), t.view(-1), _REDUCE_OPS[op], self.process_group, async_op=True), (out,),
+                lambda: dist.reduce_scatter_single(
+                    out.view(-1), t.view(-1), _REDUCE_OPS[op], self.process_group, async_op=True
+                ), (out,),
             )  # fmt: skip
         parts = self.scratch.take(t.numel(), t.dtype)
 

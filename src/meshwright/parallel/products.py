@@ -1,7 +1,7 @@
 """Matrix products that several ranks compute together: by columns, by rows, and what they send for it.
 
 With W cut by columns, y = x W is dealt out and each rank needs all of x; cut by rows, each rank needs its part of x
-only and the ranks' results are to be added. See tensor.py for how the two go together, and docs/tensor.md for other ways.
+only and the ranks' results are to be added. See tensor.py for how the two go together.
 """
 
 from __future__ import annotations

@@ -15,8 +15,9 @@ and the head are cut by words, and the loss is computed from parts of the logits
     ===============  ==========================================  =============================================
 
 Beside `tp` alone, norms, dropout and the residual stream are the same on all ranks. With `sp` each rank has its part
-of the sequence there; an all-reduce is a reduce-scatter and an all-gather, so both send the same, but for the input that
-backward gathers again instead of keeping it whole. That gather, and the sums of inputs' gradients, run under products.
+of the sequence there. An all-reduce is a reduce-scatter and an all-gather, so both send the same, but for the input
+that backward gathers again instead of keeping it whole. That gather, and the sums of inputs' gradients, run under
+products.
 
 Memory a rank: parameters, gradients and states of all matrices by t; of a layer's activations sbh(34 + 5as/h) with `tp`
 sbh(10 + 24/t + 5as/ht), with `sp` too all of it by t.

@@ -109,9 +109,9 @@ class Terms:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, vocab: int, line: Line, terms: Terms = Terms()) -> Tensor:
-    """Σ over targets that count of −log softmax(logits)[target], 0-dim, in float32 at least; the same on all ranks.
+    """Σ over targets that count of −log softmax(logits)[target], 0-dim, float32 at least; the same on all ranks.
 
-    logits [..., ⌈V/t⌉] of this rank's words, targets i64[...] among all `vocab`. Backward keeps its part of the softmax.
+    logits [..., ⌈V/t⌉] of this rank's words, targets i64[...] among all `vocab`. Backward keeps the softmax of them.
     Raises UserError for logits of another width, as all words' would be.
     """
     width = -(-vocab // line.group.size)

@@ -15,8 +15,8 @@ def generate(
     """`prompt` and `length` tokens after it, drawn from softmax(logits / temperature); 0: the likeliest token.
 
     The same seed draws the same tokens from the same logits on any device. The model sees the last `max_seq` tokens,
-    is run in evaluation mode, and left in the mode it was in. It gets sequences that `multiple` divides: filled up behind
-    their end, which no token before sees. Raises ValueError for an empty prompt or a negative
+    is run in evaluation mode, and left in the mode it was in. It gets sequences that `multiple` divides: filled up
+    behind their end, which no token before sees. Raises ValueError for an empty prompt or a negative
     temperature, RunError for logits that are not finite.
     """
     if not prompt or temperature < 0:

@@ -180,7 +180,8 @@ class Trainer:
         if self.line is not None:
             self.line.micro = None
         for index in range(micro_steps(len(ids), group.size, self.run.batch.micro)):
-            if stop() and not self.sharded.every_rank_computes:
+            alone = not self.sharded.every_rank_computes and self.line is None
+            if stop() and alone:  # the others can go on
                 break
             self.mesh.blackbox.tick()
             places = mine[index * self.run.batch.micro : (index + 1) * self.run.batch.micro]
