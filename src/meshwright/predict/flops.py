@@ -1,6 +1,6 @@
 """Floating-point operations of a model: a multiply-add is two. Matrix products only, as usual; the rest is noise.
 
-Two figures for two uses. `counted` is what the plain model executes, and equals torch's FlopCounterMode: attention
+Two figures for two uses. `counted` is what a model executes, and equals torch's FlopCounterMode: attention
 over the full square whatever is masked, and what fused kernels compute twice. `model_flops` is the numerator of
 model FLOPs utilisation (Chowdhery et al. 2022, appendix B): what the mathematics needs, so causal attention
 counts half, a window counts what it lets see, and nothing that is computed again counts. Neither counts the
@@ -32,6 +32,10 @@ class Flops:
     def total(self) -> int:
         return self.forward + self.backward + self.recompute
 
+    def times(self, ranks: int) -> Flops:
+        """Those of as many ranks that compute the same."""
+        return Flops(self.forward * ranks, self.backward * ranks, self.recompute * ranks)
+
     @property
     def recompute_share(self) -> float:
         """What is computed again as a part of forward and backward: a third where all of forward is."""
@@ -43,10 +47,10 @@ def linear_weights(spec: ModelSpec) -> int:
     return spec.layers * sum(_block_weights(spec)) + spec.vocab * spec.hidden
 
 
-def _block_weights(spec: ModelSpec) -> list[int]:
-    """Elements of the weights of a block, in the order of forward."""
-    d, f = spec.hidden, spec.ffn_width
-    q, kv = spec.heads * spec.head_width, spec.num_kv_heads * spec.head_width
+def _block_weights(spec: ModelSpec, tp: int = 1) -> list[int]:
+    """Elements of what a tensor rank has of the weights of a block, in the order of forward."""
+    d, f = spec.hidden, spec.ffn_width // tp
+    q, kv = (-(-heads // tp) * spec.head_width for heads in (spec.heads, spec.num_kv_heads))
     mlp = [d * f] * (2 if spec.family == "gpt2" else 3)  # SwiGLU has a gate beside up and down
     return [d * (q + 2 * kv), q * d, *mlp]
 
@@ -60,19 +64,23 @@ def counted(
     loss: Literal["full", "chunked"] = "full",
     layout: Layout | None = None,
 ) -> Flops:
-    """FLOPs that the plain model executes on `batch` sequences of `seq` tokens, loss included; what is computed again
-    is by the recompute of `layout`, if any.
+    """FLOPs that the plain model executes on `batch` sequences of `seq` tokens, loss included; or a tensor rank of
+    `layout`. What is computed again is by the recompute of `layout`, if any.
 
+    Tensor ranks share the products, and all compute alike: what is filled up of the vocabulary, and the key-value heads
+    that several hold, is done by each.
     The fused attention's backward computes the scores again, so it has five products for the forward's two; the
     written-out one keeps them and has four. A chunked loss computes the head's gradients while it has the logits, in
     forward. torch's counter does not know the CPU's fused kernel, nor `addmm_`; told of them, it agrees.
     """
-    tokens = batch * seq
-    linear = 2 * tokens * linear_weights(spec)
-    product = 2 * batch * spec.layers * spec.heads * spec.head_width * seq * seq
-    early = 4 * tokens * spec.vocab * spec.hidden if loss == "chunked" else 0
+    layout = layout or Layout()
+    tokens, tp = batch * seq, layout.tp
+    head = -(-spec.vocab // tp) * spec.hidden
+    linear = 2 * tokens * (spec.layers * sum(_block_weights(spec, tp)) + head)
+    product = 2 * batch * spec.layers * (spec.heads // tp) * spec.head_width * seq * seq
+    early = 4 * tokens * head if loss == "chunked" else 0
     backward = 2 * linear + (5 if attention == "sdpa" else 4) * product
-    again = _recompute(spec, layout or Layout(), tokens, 2 * product // spec.layers)
+    again = _recompute(spec, layout, tokens, 2 * product // spec.layers)
     return Flops(linear + 2 * product + early, backward - early, again)
 
 
@@ -81,7 +89,7 @@ def _recompute(spec: ModelSpec, layout: Layout, tokens: int, attention: int) -> 
     if layout.recompute == "none":
         return 0
     keep = layout.kept_operators
-    weights = [] if "linear" in keep else _block_weights(spec)
+    weights = [] if "linear" in keep else _block_weights(spec, layout.tp)
     block = 2 * tokens * sum(weights) + (0 if "attention" in keep else attention)
     # A region's last product comes behind its last saved tensor, unless dropout saves its mask after it.
     spared = 2 * tokens * weights[-1] if weights and not spec.resid_dropout else 0

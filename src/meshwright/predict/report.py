@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from meshwright.predict.flops import Flops, counted, model_flops
 from meshwright.predict.memory import Device, Memory, memory
-from meshwright.predict.params import count, embedding_count, unit_counts
+from meshwright.predict.params import count, embedding_count, units
 from meshwright.predict.peak import written_out
 from meshwright.predict.traffic import total_wire, traffic
 from meshwright.spec.batch import micro_steps
@@ -18,11 +18,15 @@ from meshwright.spec.traffic import TrafficRow
 
 @dataclass(frozen=True)
 class Parameters:
-    """Numbers of parameters; a tied weight counts once. `embedding` is what is only looked up, `units` are joined."""
+    """Numbers of parameters; a tied weight counts once. `embedding` is what is only looked up, `units` are joined.
+
+    local: of each unit what a tensor rank holds where ZeRO cuts nothing, what fills up its parts included.
+    """
 
     total: int
     embedding: int
     units: dict[str, int]
+    local: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,8 @@ class StepFlops:
 class Prediction:
     """What a run will hold, move and compute. Sizes in bytes.
 
-    `memory` is that of the rank that holds most (the first of them, where several do); `idle_ranks` have no sequence
-    of the batch and hold no activations.
+    `memory` is that of the rank that holds most (the first of them, where several do); `idle_ranks` are the data ranks
+    that have no sequence of the batch and hold no activations. `traffic` is that of rank 0.
     """
 
     layout: Layout
@@ -75,13 +79,20 @@ def predict(run: RunSpec, ranks: int | None = None, device: Device | None = None
     layout = run.layout.resolve(ranks)
     sequences, seq = run.batch.sequences, run.data.seq_len
     data_ranks = layout.data_ranks
-    rows = traffic(run, layout)
+    rows = traffic(run, layout)  # of rank 0, which has the largest part of the batch, and so sends most
     per_token = model_flops(run.model, seq=seq)
     tokens = sequences * seq
-    held = [memory(run, layout, rank, device) for rank in _kinds(sequences, data_ranks)]
+    held_together = units(run.model, layout.join, layout)
+    ranks_with = (layout.rank_at({"dp": place}) for place in _kinds(sequences, data_ranks))
+    held = [memory(run, layout, rank, device) for rank in ranks_with]
     return Prediction(
         layout=layout,
-        parameters=Parameters(count(run.model), embedding_count(run.model), unit_counts(run.model, layout.join)),
+        parameters=Parameters(
+            count(run.model),
+            embedding_count(run.model),
+            {name: sum(t.numel for t in unit.tensors) for name, unit in held_together.items()},
+            {name: unit.numel for name, unit in held_together.items()},
+        ),
         tokens_per_step=tokens,
         micro_batches=micro_steps(sequences, data_ranks, run.batch.micro),
         memory=max(held, key=lambda m: m.total),
@@ -98,10 +109,14 @@ def executed(run: RunSpec, layout: Layout, device: Device | None = None) -> Flop
     attention: Literal["sdpa", "explicit"] = "sdpa"
     if written_out(run, cpu=(device or run.device) == "cpu"):
         attention = "explicit"
-    return counted(run.model, batch=sequences, seq=seq, attention=attention, loss=run.loss, layout=layout)
+    one = counted(run.model, batch=sequences, seq=seq, attention=attention, loss=run.loss, layout=layout)
+    return one.times(layout.tp)
 
 
 def _kinds(sequences: int, ranks: int) -> list[int]:
-    """One rank for each size of part that occurs, the lowest: ranks with parts of one size hold the same."""
+    """One data rank for each size of part that occurs, the lowest: those with parts of one size hold the same.
+
+    Of tensor ranks the first holds most: it writes what all have.
+    """
     larger = sequences % ranks
     return [0, larger] if larger else [0]
