@@ -1,0 +1,97 @@
+"""Stage 3: which units are whole at each moment, and how often they are gathered."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from meshwright.parallel.residency import Residency
+from meshwright.parallel.zero import Options, shard
+
+sys.path.insert(0, str(Path(__file__).parent))
+from sharding import Chain, Tied, expected_gradients, inputs, module, step
+
+
+def presence(mesh, ahead, gather, micros):
+    """The units whose memory is there at each moment that a block computes; and the order of gathers."""
+    sharded = shard(Chain(), mesh, 3, options=Options(ahead=ahead, gather=gather))
+    held = []
+    gathers = []
+
+    def look(*_):
+        held.append(tuple(u.name for u in sharded.units if u.parameters.untyped_storage().nbytes()))
+
+    ask = Residency._ask
+
+    def asked(self, stay):
+        if not stay.resident and stay.gather is None:
+            gathers.append(stay.unit.name)
+        ask(self, stay)
+
+    for layer in sharded.module.layers:
+        layer.register_forward_pre_hook(look)
+        layer.register_full_backward_hook(look)
+    with mock.patch.object(Residency, "_ask", asked):
+        step(sharded, [torch.ones(1, 4, requires_grad=True)] * micros)
+    look()
+    return held, gathers
+
+
+def test_stage_3_holds_the_unit_that_computes_and_the_next(ranks):
+    b = [f"blocks.{i}" for i in range(4)]
+    for held, gathers in ranks.run(2, presence, 1, "micro", 1):
+        assert held[:4] == [(b[0], b[1]), (b[1], b[2]), (b[2], b[3]), (b[3],)]
+        assert all(len(names) <= 2 for names in held)
+        assert held[-1] == ()
+        assert gathers == [*b, b[2], b[1], b[0]]  # the last unit stays for backward
+    for held, _ in ranks.run(2, presence, 0, "micro", 1):
+        assert all(len(names) <= 1 for names in held)
+    for held, _ in ranks.run(2, presence, 3, "micro", 1):
+        assert held[0] == tuple(b)
+
+
+def test_stage_3_gathers_in_every_micro_batch_or_once_a_step(ranks):
+    b = [f"blocks.{i}" for i in range(4)]
+    for _, gathers in ranks.run(2, presence, 1, "micro", 2):
+        assert gathers == 2 * [*b, b[2], b[1], b[0]]
+    for held, gathers in ranks.run(2, presence, 1, "step", 2):
+        assert gathers == b
+        assert held[-1] == ()
+
+
+def tied_gathers(mesh):
+    sharded = shard(module(Tied), mesh, 3)
+    step(sharded, [inputs(mesh.rank, 0)])
+    rows = {row.key.phase: row.count for row in mesh.ledger.rows() if row.key.reason == "zero.gather"}
+    with torch.no_grad():
+        sharded.module(inputs(mesh.rank, 0))
+    return rows, [unit.name for unit in sharded.units if unit.parameters.untyped_storage().nbytes()]
+
+
+def test_a_tied_weight_is_gathered_once_and_evaluation_leaves_nothing(ranks):
+    for rows, left in ranks.run(2, tied_gathers):
+        assert rows == {"forward": 4, "backward": 2}  # tied, two blocks, head; backward gathers the blocks
+        assert left == []
+
+
+def evaluated_in_between(mesh):
+    """An evaluation between a forward and its backward."""
+    sharded = shard(module(Tied), mesh, 3)
+    sharded.begin()
+    sharded.micro(last=True)
+    loss = sharded.module(inputs(mesh.rank, 0))
+    with torch.no_grad():
+        sharded.module(inputs(mesh.rank, 9))
+    loss.backward()
+    list(sharded.finish())
+    return {placement.name: gradient.clone() for placement, gradient in sharded.named_gradients()}
+
+
+def test_an_evaluation_between_forward_and_backward_does_no_harm(ranks):
+    expected = expected_gradients(Tied, 2, 1, 1)
+    for found in ranks.run(2, evaluated_in_between):
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-12)
