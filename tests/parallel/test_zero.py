@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.parallel.zero import Options, shard
+from meshwright.comm.mesh import Mesh
+from meshwright.parallel.flat import Precision, Unit
+from meshwright.parallel.zero import Options, Sharded, shard
 from meshwright.spec.errors import UserError
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -110,3 +112,49 @@ def test_a_unit_may_be_published_as_soon_as_finish_gives_it_and_not_before(stage
         sharded.publish(next(unit for unit in sharded.units if unit is not first))
     for unit in given:
         sharded.publish(unit)
+
+
+class Late:
+    """A gather that reads what it sends as late as it may."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.sent: torch.Tensor | None = None
+
+    def wait(self) -> None:
+        self.sent = self.unit.parameter_shard.clone()
+
+
+def updates(sharded: Sharded) -> None:
+    """Of a rank that has nothing to compute, so that no forward waits."""
+    sharded.begin()
+    sharded.micro(last=True)
+    for unit in sharded.finish():
+        unit.master.fill_(9.0)
+        sharded.publish(unit)
+
+
+def publishes_again(sharded: Sharded) -> None:
+    for unit in sharded.units:
+        sharded.publish(unit)
+
+
+def fills(sharded: Sharded) -> None:
+    sharded.fill(lambda piece, local: local.fill_(9.0))
+
+
+@pytest.mark.parametrize("change", [updates, publishes_again, fills])
+@pytest.mark.parametrize("master", [None, torch.float64])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_what_a_gather_sends_is_not_changed_under_it(stage, master, change):
+    options = Options(precision=Precision(master=master))
+    sharded = shard(Chain(), Mesh.single(torch.device("cpu")), stage, options=options)
+    before = [unit.parameter_shard.clone() for unit in sharded.units]
+    gathers = [Late(unit) for unit in sharded.units]
+    for unit, gather in zip(sharded.units, gathers, strict=True):
+        unit.gather = gather
+        if master is not None:
+            unit.master.fill_(7.0)  # not yet published
+    change(sharded)
+    for gather, shard_ in zip(gathers, before, strict=True):
+        assert torch.equal(gather.sent, shard_)
