@@ -432,6 +432,9 @@ def test_stage_3_holds_a_region_and_the_next_units_and_gathers_none_twice(ranks,
     for _, gathers, most, _, _ in ranks.run(2, laid_out, 3, 1, ahead, "micro", 1):
         assert gathers == [*b, *reversed(b[:5])]
         assert most == 1 + ahead
+    for _, gathers, most, _, _ in ranks.run(2, laid_out, 3, 2, ahead, "micro", 2):  # the second as the first
+        assert gathers == 2 * [*b, b[4], b[2], b[3], b[0], b[1]]
+        assert most == (2 if ahead == 0 else 2 + ahead)
 
 
 def test_parameters_gathered_for_a_step_are_gathered_once(ranks):

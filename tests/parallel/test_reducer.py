@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from unittest import mock
@@ -156,3 +157,63 @@ def test_a_step_given_up_leaves_nothing_behind(ranks, stage):
     for found in ranks.run(2, given_up, stage):
         for name, gradient in expected.items():
             torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-12)
+
+
+def squares(mesh, stage):
+    """The squares of all of a rank's shards, padding too, in a step whose buffers held NaN before."""
+    sharded = shard(module(), mesh, stage)
+    scratch = sharded.group.scratch
+    buffers = [scratch.take(64, torch.float64).fill_(math.nan) for _ in range(8)]
+    for buffer in buffers:
+        scratch.give(buffer)
+    step(sharded, [inputs(mesh.rank, 0)])
+    return sum(unit.gradient_shard.square().sum().item() for unit in sharded.units if unit.trainable)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_padding_adds_nothing_to_the_norm(ranks, stage):
+    """Whoever takes the norm of whole shards, as docs/zero.md says, has the padding in it."""
+    expected = sum(gradient.square().sum().item() for gradient in expected_gradients(Twice, 3, 1, 1).values())
+    assert sum(ranks.run(3, squares, stage)) == pytest.approx(expected, rel=1e-12)
+
+
+class FailedError(Exception):
+    pass
+
+
+def given_up_within_a_unit(mesh, stage, options):
+    """The buffers kept before a step that fails when backward has half of a unit's gradients, after it, and after the
+    next whole step."""
+    sharded = shard(Chain().double(), mesh, stage, options=options)
+
+    def kept():
+        return sorted(buffer.data_ptr() for buffer in sharded.group.scratch.kept())
+
+    for _ in range(2):
+        step(sharded, [inputs(mesh.rank, 0)])
+    found = [kept()]
+    arrived = []
+
+    def fail(gradient):
+        arrived.append(1)
+        if len(arrived) == 2:
+            raise FailedError
+
+    hooks = [parameter.register_hook(fail) for parameter in sharded.module.layers[0].parameters()]
+    sharded.begin()
+    sharded.micro(last=True)
+    with pytest.raises(FailedError):
+        sharded.module(inputs(mesh.rank, 0)).backward()
+    for hook in hooks:
+        hook.remove()
+    found.append(kept())
+    step(sharded, [inputs(mesh.rank, 0)])
+    return *found, kept()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_given_up_gives_each_buffer_back_once(ranks, stage):
+    narrow = Options(precision=Precision(reduce=torch.float32))  # so that stages 0 and 1 borrow some too
+    for before, failed, after in ranks.run(2, given_up_within_a_unit, stage, narrow):
+        assert len(failed) < len(before)
+        assert after == before and len(set(after)) == len(after)

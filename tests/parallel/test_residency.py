@@ -6,13 +6,16 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
+from torch import nn
 
+from meshwright.comm.mesh import Mesh
 from meshwright.parallel.residency import Residency
-from meshwright.parallel.zero import Options, shard
+from meshwright.parallel.zero import Options, Sharded, shard
 
 sys.path.insert(0, str(Path(__file__).parent))
-from sharding import Chain, Tied, expected_gradients, inputs, module, step
+from sharding import Chain, Tied, expected_gradients, inputs, module, single, step
 
 
 def presence(mesh, ahead, gather, micros):
@@ -95,3 +98,104 @@ def test_an_evaluation_between_forward_and_backward_does_no_harm(ranks):
     for found in ranks.run(2, evaluated_in_between):
         for name, gradient in expected.items():
             torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-12)
+
+
+class Pair(nn.Module):
+    """A unit of two layers, used in whatever order `calls` says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair, self.last = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), nn.Linear(4, 4)
+        self.calls: list[int] = []
+
+    def forward(self, x):
+        for call in self.calls:
+            x = self.pair[call](x)
+        return self.last(x).sum()
+
+
+def gathers_of_a_pair(micros: list[list[int]]) -> list[int]:
+    """How often forward gathers the pair, in each micro-batch."""
+    model = Pair()
+    names = [name for name, _ in model.named_parameters()]
+    units = {"pair": names[:4], "last": names[4:]}
+    sharded = shard(model, Mesh.single(torch.device("cpu")), 3, units, Options(ahead=0))
+    found = []
+    ask = Residency._ask
+
+    def asked(self, stay):
+        found[-1] += stay.unit.name == "pair" and not stay.resident
+        ask(self, stay)
+
+    sharded.begin()
+    for micro, model.calls in enumerate(micros):
+        sharded.micro(micro, last=micro == len(micros) - 1)
+        found.append(0)
+        with mock.patch.object(Residency, "_ask", asked):
+            loss = model(torch.ones(1, 4))
+        loss.backward()
+        sharded.end_micro()
+    return found
+
+
+def test_a_unit_of_several_modules_stays_until_forward_has_left_all_of_them():
+    assert gathers_of_a_pair([[0, 1], [0, 1, 0, 1], [1, 0], [1, 1, 0]]) == [1, 2, 1, 1]
+    assert gathers_of_a_pair([[0], [1, 0]]) == [1, 1]  # one that forward did not use is not taken for left
+
+
+class Unused(Chain):
+    """The last layer computes, and nobody reads what it gives."""
+
+    def forward(self, x):
+        for layer in self.layers[:-1]:
+            x = layer(x)
+        self.layers[-1](x)
+        return x.sum()
+
+
+def whole(sharded: Sharded) -> list[str]:
+    return [unit.name for unit in sharded.units if unit.parameters.untyped_storage().nbytes()]
+
+
+def test_a_unit_that_backward_never_comes_to_is_freed_when_that_is_over():
+    sharded = single(Unused(), 3)
+    sharded.begin()
+    for micro in range(2):
+        sharded.micro(micro, last=micro == 1)
+        loss = sharded.module(torch.ones(1, 4))
+        assert whole(sharded) == ["blocks.3"]  # the last of forward waits for backward
+        loss.backward()
+        sharded.end_micro()
+        assert whole(sharded) == []
+
+
+@pytest.mark.parametrize("gather", ["micro", "step"])
+def test_a_new_step_frees_what_one_that_was_given_up_has_left(gather):
+    sharded = shard(Chain(), Mesh.single(torch.device("cpu")), 3, options=Options(gather=gather))
+    sharded.begin()
+    sharded.micro(0, last=False)
+    sharded.module(torch.ones(1, 4))
+    assert whole(sharded)
+    sharded.begin()
+    assert whole(sharded) == []
+    with torch.no_grad():  # and frees as it goes again
+        sharded.module(torch.ones(1, 4))
+    assert whole(sharded) == []
+
+
+def test_forward_gathers_ahead_whatever_came_before():
+    sharded = single(Chain(), 3)
+    held = []
+    sharded.module.layers[0].register_forward_pre_hook(lambda *_: held.append("blocks.1" in whole(sharded)))
+    x = torch.ones(1, 4)
+    sharded.begin()
+    sharded.micro(0, last=False)
+    sharded.module(x).backward()
+    sharded.end_micro()
+    with torch.no_grad():
+        sharded.module(x)
+    sharded.module(x)  # with gradients, though in no micro-batch
+    sharded.micro(1, last=True)
+    sharded.module(x).backward()
+    list(sharded.finish())
+    assert held == [True] * 4
