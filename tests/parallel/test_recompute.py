@@ -335,10 +335,10 @@ def test_what_a_region_held_is_freed_once_it_has_been_computed_again():
     with mock.patch.object(_Frame, "__init__", noted):
         Recompute([block], keep=["linear"])
         loss = block(batch()).sum()
-        assert len(frames[0]._kept.saved_tensors) == 2  # its input, and what the first of the linear layers put out
+        assert len(frames[0]._keeper.saved_tensors) == 2  # its input, and what the first of the linear layers put out
         loss.backward(retain_graph=True)
     (frame,) = frames
-    assert frame._kept is None and not frame._calls and not frame._handles
+    assert frame._keeper is None and not frame._calls and not frame._handles
 
 
 # -- with random numbers from torch's generators ----------------------------------------------------------------------
