@@ -177,6 +177,20 @@ def test_padding_adds_nothing_to_the_norm(ranks, stage):
     assert sum(ranks.run(3, squares, stage)) == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_two_reductions_at_most_hold_buffers_and_none_from_one_backward_to_the_next(stage):
+    sharded = single(Chain(), stage)
+    x = torch.ones(1, 4)
+    step(sharded, [x, x])
+    scratch = sharded.group.scratch
+    all_, lent = len(scratch.kept()), []
+    for parameter in sharded.module.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: lent.append(all_ - len(scratch.kept())))
+    step(sharded, [x, x])
+    # A layer's first gradient borrows a buffer beside those under way; with its second, its reduction is one of them.
+    assert lent == 2 * [1, 1, 2, 2, 3, 2, 3, 2]
+
+
 class FailedError(Exception):
     pass
 

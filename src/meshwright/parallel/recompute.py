@@ -57,6 +57,7 @@ _DIFFERS = (
     "recompute: a block did something else when it was computed again (it depends on state that changes, or on random "
     "numbers of its own); use recompute=none for it"
 )
+_WITHIN = "recompute: a block runs backward within its own forward, which is not supported; use recompute=none for it"
 
 
 class Recompute:
@@ -139,12 +140,11 @@ class _Handle:
     __slots__ = ("__weakref__", "frame", "tensor")
 
     def __init__(self, frame: _Frame) -> None:
-        self.frame: _Frame | None = frame
+        self.frame = frame
         self.tensor: Tensor | None = None
 
     def get(self) -> Tensor:
         if self.tensor is None:
-            assert self.frame is not None
             self.frame.recompute()
         assert self.tensor is not None
         return self.tensor
@@ -164,6 +164,7 @@ class _Frame:
         self._versions = [leaf._version for leaf in self._leaves if isinstance(leaf, Tensor)]
         self._handles: list[tuple[weakref.ref[_Handle], torch.Size, torch.dtype]] = []
         self._calls: list[_Call] = []
+        self._closed = False
         self._keeper: Any = None  # the node that holds what is kept
         tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
         self._rng: _Rng | None = _Rng(tensors)
@@ -192,6 +193,7 @@ class _Frame:
     def close(self) -> None:
         """Forward has come to the region's end: keep what the recompute starts from."""
         self.leave()
+        self._closed = True
         inputs = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
         if [tensor._version for tensor in inputs] != self._versions:
             raise UserError(
@@ -223,6 +225,8 @@ class _Frame:
 
     def recompute(self) -> None:
         """Run the region's forward again and give its tensors to the handles that are still held."""
+        if not self._closed:
+            raise UserError(_WITHIN)
         if self._keeper is None:
             raise UserError(
                 "recompute: a region is to be computed again a second time, as when it was used twice in one forward "
@@ -293,14 +297,14 @@ class _Again:
             raise UserError(_DIFFERS)
         waiting = handle()
         if waiting is not None:
-            waiting.tensor, waiting.frame = tensor.detach(), None
+            waiting.tensor = tensor.detach()
         self.packed += 1
         if self.packed == len(self._handles):
             raise _Enough
 
     @staticmethod
     def unpack(_: object) -> Tensor:
-        raise UserError("recompute: a block runs backward within its own forward, which is not supported")
+        raise UserError(_WITHIN)
 
 
 class _Keep(torch.autograd.Function):
