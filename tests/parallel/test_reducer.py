@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from meshwright.comm.collectives import Group
 from meshwright.parallel.flat import Precision
 from meshwright.parallel.reducer import Reducer
 from meshwright.parallel.zero import Options, shard
@@ -189,6 +190,31 @@ def test_two_reductions_at_most_hold_buffers_and_none_from_one_backward_to_the_n
     step(sharded, [x, x])
     # A layer's first gradient borrows a buffer beside those under way; with its second, its reduction is one of them.
     assert lent == 2 * [1, 1, 2, 2, 3, 2, 3, 2]
+
+
+def places(mesh, stage, options):
+    """Of each reduce-scatter: whether its sum lands in its own part of its input, or None where that is elsewhere."""
+    sharded = shard(Chain().double(), mesh, stage, options=options)
+    found = []
+    reduce_scatter = Group.reduce_scatter
+
+    def noted(self, out, t, **how):
+        inside = out.untyped_storage().data_ptr() == t.untyped_storage().data_ptr()
+        found.append(out.data_ptr() - t.data_ptr() == self.rank * out.nbytes if inside else None)
+        return reduce_scatter(self, out, t, **how)
+
+    with mock.patch.object(Group, "reduce_scatter", noted):
+        step(sharded, [inputs(mesh.rank, 0), inputs(mesh.rank, 1)])
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("reduce", [None, torch.float32])
+def test_a_reduction_in_place_ends_in_the_ranks_own_part(ranks, stage, reduce):
+    """Elsewhere in its input it would write over what others have yet to read; the CPU's has a copy, NCCL's has not."""
+    for found in ranks.run(2, places, stage, Options(precision=Precision(reduce=reduce))):
+        assert len(found) == 4 * stage  # once a step or in both micro-batches
+        assert False not in found and True in found
 
 
 class FailedError(Exception):

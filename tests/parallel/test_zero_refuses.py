@@ -167,6 +167,11 @@ def test_a_backward_that_nobody_announced_is_refused(stage):
     sharded.begin()
     with pytest.raises(UserError, match="a backward outside a micro-batch"):
         sharded.module(inputs(0, 0)).backward()
+    sharded.micro(last=True)
+    sharded.module(inputs(0, 0))
+    sharded.begin()  # the step before was given up in a micro-batch
+    with pytest.raises(UserError, match="a backward outside a micro-batch"):
+        sharded.module(inputs(0, 0)).backward()
 
 
 @pytest.mark.parametrize("stage", [0, 1])
