@@ -65,6 +65,19 @@ def test_hybrid_sharding(ranks, stage):
         ]
 
 
+@pytest.mark.parametrize(
+    ("stage", "ranks_", "shard_"), [(0, 2, None), (1, 3, None), (2, 2, None), (1, 4, 2), (3, 4, 2), (2, 2, 1)]
+)
+def test_sums_that_travel_in_a_narrower_dtype(ranks, stage, ranks_, shard_):
+    expected = expected_gradients(Tied, ranks_, 2, 2)
+    narrow = Options(precision=Precision(reduce=torch.float32), shard=shard_)
+    for found, _ in ranks.run(ranks_, gradients, Tied, stage, 2, 2, narrow):
+        for name, gradient in expected.items():
+            assert found[name].dtype == torch.float64
+            torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-5)
+            assert gradient.norm() == 0 or not torch.equal(found[name], gradient)
+
+
 def count(mesh, stage, options):
     """256 + 1 over two micro-batches, in bfloat16: bfloat16 itself cannot hold 257."""
     model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
