@@ -199,3 +199,16 @@ def test_forward_gathers_ahead_whatever_came_before():
     sharded.module(x).backward()
     list(sharded.finish())
     assert held == [True] * 4
+
+
+def test_a_frozen_unit_is_freed_when_backward_has_left_it():
+    """No gradient of its own says so: that backward has come to the unit before it does."""
+    model = Chain()
+    model.layers[2].requires_grad_(False)
+    sharded = shard(model, Mesh.single(torch.device("cpu")), 3, options=Options(ahead=0))
+    held = []
+    for layer in sharded.module.layers:
+        layer.register_full_backward_hook(lambda *_: held.append(whole(sharded)))
+    step(sharded, [torch.ones(1, 4, requires_grad=True)])
+    assert "blocks.2" in held[1]
+    assert set(held[2]) <= {"blocks.1"} and set(held[3]) <= {"blocks.0"}
