@@ -212,3 +212,29 @@ def test_a_frozen_unit_is_freed_when_backward_has_left_it():
     step(sharded, [torch.ones(1, 4, requires_grad=True)])
     assert "blocks.2" in held[1]
     assert set(held[2]) <= {"blocks.1"} and set(held[3]) <= {"blocks.0"}
+
+
+class Looked(nn.Module):
+    """An embedding, a layer, and an output layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers, self.head = nn.Embedding(5, 4), nn.ModuleList([nn.Linear(4, 4)]), nn.Linear(4, 5)
+
+    def forward(self, x):
+        return self.head(self.layers[0](self.embed(x))).square().sum()
+
+
+def test_an_embedding_is_not_gathered_for_backward():
+    sharded = single(Looked(), 3)
+    gathered = []
+    ask = Residency._ask
+
+    def asked(self, stay):
+        if not stay.resident and stay.gather is None:
+            gathered.append(stay.unit.name)
+        ask(self, stay)
+
+    with mock.patch.object(Residency, "_ask", asked):
+        step(sharded, [torch.arange(5)])
+    assert gathered == ["embedding", "blocks.0", "head", "blocks.0"]
