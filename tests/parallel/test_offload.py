@@ -5,6 +5,8 @@ There is no accelerator here, so the CPU plays one: its tensors are copied to ot
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 
@@ -63,6 +65,36 @@ def test_a_storage_that_changes_between_two_savings_is_moved_as_it_was_at_each()
         second = x * buffer[1].fill_(3)
     (first + second).sum().backward()
     assert torch.equal(x.grad, torch.full((4,), 5.0))
+
+
+class Both(torch.autograd.Function):
+    """The product of two tensors; notes whether backward gets them in one memory."""
+
+    together: ClassVar[list[bool]] = []
+
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return a * b
+
+    @staticmethod
+    def backward(ctx, grad):
+        a, b = ctx.saved_tensors
+        Both.together.append(a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr())
+        return grad * b, grad * a
+
+
+def test_views_of_one_storage_go_to_the_host_once_and_come_back_once():
+    x = torch.ones(8, requires_grad=True)
+    offload = Offload(CPU)
+    Both.together.clear()
+    with offload.forward([x]):
+        buffer = x * 2
+        loss = Both.apply(buffer[:4], buffer[4:]).sum()
+    assert offload.held == offload.most == buffer.untyped_storage().nbytes()
+    loss.backward()
+    assert Both.together == [True]
+    assert torch.equal(x.grad, torch.full((8,), 4.0))
 
 
 def test_what_must_stay_is_saved_where_it_is():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from unittest import mock
 
 import pytest
@@ -226,6 +227,61 @@ def test_a_block_that_does_something_else_the_second_time_is_refused():
         loss.backward()
 
 
+class Changes(nn.Module):
+    """Computes what `first` says, and what `then` says when it is computed again."""
+
+    def __init__(self, first, then) -> None:
+        super().__init__()
+        self.linear, self.ways = nn.Linear(4, 4).double(), [then, first]
+
+    def forward(self, x):
+        return self.ways.pop()(self.linear, x)
+
+
+def with_bias(linear, x):
+    return torch.sin(linear(x)).exp()
+
+
+def without_bias(linear, x):
+    return torch.sin(nn.functional.linear(x, linear.weight)).exp()
+
+
+def narrower(linear, x):
+    return torch.sin(linear(x).float()).double().exp()
+
+
+def shorter(linear, x):
+    return torch.sin(linear(x))
+
+
+@pytest.mark.parametrize(
+    ("keep", "then"),
+    [(["linear"], without_bias), ([], narrower), ([], shorter)],
+    ids=["another kept operator", "another dtype", "fewer saved tensors"],
+)
+def test_a_block_that_changes_is_refused_and_the_next_one_is_not(keep, then):
+    block = Changes(with_bias, then)
+    recompute = Recompute([block], keep=keep)
+    loss = block(batch()).sum()
+    with pytest.raises(UserError, match="did something else when it was computed again"):
+        loss.backward()
+    assert recompute.phase == "forward"
+    block.ways = [with_bias, with_bias]
+    block(batch()).sum().backward()
+    assert block.ways == []  # it was computed again
+
+
+def test_a_block_that_runs_backward_in_its_own_forward_is_refused():
+    def inside(linear, x):
+        y = torch.tanh(linear(x))
+        return y * torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
+
+    block = Changes(inside, inside)
+    Recompute([block])
+    with pytest.raises(UserError, match="runs backward within its own forward"):
+        block(batch())
+
+
 def test_blocks_that_are_no_chain_are_refused():
     class Branches(Blocks):
         def forward(self, x):
@@ -308,6 +364,75 @@ def test_keywords_that_differ_within_a_region_are_refused():
         model(batch())
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [([1.0], {}), ([True], {}), ([1, 2], {}), ([1], {"shift": 0.0})],
+    ids=["another type", "a bool", "one more", "another keyword"],
+)
+@pytest.mark.parametrize("swapped", [False, True])
+def test_what_is_not_quite_the_same_within_a_region_is_refused(arguments, swapped):
+    class Two(nn.Sequential):
+        def forward(self, x):
+            for block, (more, named) in zip(self, calls, strict=True):
+                x = block(x, *more, **named)
+            return x
+
+    class Block(nn.Module):
+        def forward(self, x, *scales, shift=0.0):
+            return torch.tanh(x) * sum(scales) + shift
+
+    calls = [([1], {}), arguments]
+    if swapped:
+        calls.reverse()
+    model = Two(Block(), Block())
+    Recompute(model, every=2)
+    with pytest.raises(UserError, match="otherwise the same arguments"):
+        model(batch())
+
+
+def test_a_forward_that_fails_between_two_blocks_leaves_nothing_to_the_next():
+    class Breaks(Blocks):
+        fail = True
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x, 1.0)
+                if self.fail:
+                    raise ValueError("odd")
+            return x.sum()
+
+    model = Breaks()
+    Recompute(model.layers, every=2)
+    with pytest.raises(ValueError, match="odd"):
+        model(batch())
+    model.fail = False
+    model(batch()).backward()
+    x = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    assert x.exp().grad_fn._saved_result is not None  # no frame of the first forward is in between
+
+
+def test_a_kept_output_lives_no_longer_than_what_is_computed_from_it():
+    there = []
+
+    class Forgets(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4).double()
+
+        def forward(self, x):
+            y = self.linear(x)
+            memory = weakref.ref(y.untyped_storage())
+            z = y + 1
+            del y
+            there.append(memory() is not None)
+            return torch.tanh(z)
+
+    block = Forgets()
+    Recompute([block], keep=["linear"])
+    block(batch()).sum().backward()
+    assert there == [True, False]  # kept in forward; when it has had its turn in the recompute, gone
+
+
 def test_autocast_is_as_it_was():
     def run(recompute: bool):
         torch.manual_seed(0)
@@ -335,10 +460,10 @@ def test_what_a_region_held_is_freed_once_it_has_been_computed_again():
     with mock.patch.object(_Frame, "__init__", noted):
         Recompute([block], keep=["linear"])
         loss = block(batch()).sum()
-        assert len(frames[0]._kept.saved_tensors) == 2  # its input, and what the first of the linear layers put out
+        assert len(frames[0]._keeper.saved_tensors) == 2  # its input, and what the first of the linear layers put out
         loss.backward(retain_graph=True)
     (frame,) = frames
-    assert frame._kept is None and not frame._calls and not frame._handles
+    assert frame._keeper is None and not frame._calls and not frame._handles
 
 
 # -- with random numbers from torch's generators ----------------------------------------------------------------------
@@ -432,6 +557,9 @@ def test_stage_3_holds_a_region_and_the_next_units_and_gathers_none_twice(ranks,
     for _, gathers, most, _, _ in ranks.run(2, laid_out, 3, 1, ahead, "micro", 1):
         assert gathers == [*b, *reversed(b[:5])]
         assert most == 1 + ahead
+    for _, gathers, most, _, _ in ranks.run(2, laid_out, 3, 2, ahead, "micro", 2):  # the second as the first
+        assert gathers == 2 * [*b, b[4], b[2], b[3], b[0], b[1]]
+        assert most == (2 if ahead == 0 else 2 + ahead)
 
 
 def test_parameters_gathered_for_a_step_are_gathered_once(ranks):

@@ -54,13 +54,6 @@ MOMENTS: dict[str, tuple[Any, str, int, int | str]] = {
 }
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text("".join(f"line {i}: {i * i}\n" for i in range(400)))
-    return tmp_path
-
-
 def run_of(*fields: str) -> RunSpec:
     return load_run(None, [*FIELDS, *fields])
 

@@ -3,7 +3,8 @@
 A region is a run of blocks. Its forward keeps the region's input and the outputs of chosen operators; of every tensor
 that autograd would save, only a number. When backward first asks for one of these, the region's forward runs again,
 with the kept outputs in place of their operators, up to the last tensor that autograd would have saved. The same
-kernels run on the same numbers, so gradients have the same bits.
+kernels run on the same numbers, so gradients have the same bits. "Saved" is here what autograd saves of a forward,
+"kept" what a region has in its place until it is computed again.
 
     ==========================  =======================================  =================================
     mode                        kept of a region                         computed again
@@ -58,6 +59,7 @@ _DIFFERS = (
     "recompute: a block did something else when it was computed again (it depends on state that changes, or on random "
     "numbers of its own); use recompute=none for it"
 )
+_WITHIN = "recompute: a block runs backward within its own forward, which is not supported; use recompute=none for it"
 
 
 class Recompute:
@@ -152,12 +154,11 @@ class _Handle:
     __slots__ = ("__weakref__", "frame", "tensor")
 
     def __init__(self, frame: _Frame) -> None:
-        self.frame: _Frame | None = frame
+        self.frame = frame
         self.tensor: Tensor | None = None
 
     def get(self) -> Tensor:
         if self.tensor is None:
-            assert self.frame is not None
             self.frame.recompute()
         assert self.tensor is not None
         return self.tensor
@@ -177,7 +178,8 @@ class _Frame:
         self._versions = [leaf._version for leaf in self._leaves if isinstance(leaf, Tensor)]
         self._handles: list[tuple[weakref.ref[_Handle], torch.Size, torch.dtype]] = []
         self._calls: list[_Call] = []
-        self._kept: Any = None  # the node that holds what the recompute starts from
+        self._closed = False
+        self._keeper: Any = None  # the node that holds what is kept
         tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
         self._rng: _Rng | None = _Rng(tensors)
         self._autocast = {kind: _autocast(kind) for kind in {tensor.device.type for tensor in tensors}}
@@ -205,8 +207,9 @@ class _Frame:
             )
 
     def close(self) -> None:
-        """Forward has come to the region's end: put by what the recompute starts from."""
+        """Forward has come to the region's end: keep what the recompute starts from."""
         self.leave()
+        self._closed = True
         inputs = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
         if [tensor._version for tensor in inputs] != self._versions:
             raise UserError(
@@ -228,8 +231,8 @@ class _Frame:
             call.outputs = [_KEPT if isinstance(leaf, Tensor) else leaf for leaf in call.outputs]
         self._first, self.output = ((), {}), None
         if self._handles:
-            # Saved by a node, so that whoever watches or moves saved tensors around this forward gets these too.
-            self._kept = _Keep.apply(torch.empty(0, requires_grad=True), *inputs, *outputs).grad_fn
+            # A node saves what is kept, so that whoever watches or moves saved tensors around this forward gets it too.
+            self._keeper = _Keep.apply(torch.empty(0, requires_grad=True), *inputs, *outputs).grad_fn
 
     def _pack(self, tensor: Tensor) -> _Handle:
         handle = _Handle(self)
@@ -238,7 +241,9 @@ class _Frame:
 
     def recompute(self) -> None:
         """Run the region's forward again and give its tensors to the handles that are still held."""
-        if self._kept is None:
+        if not self._closed:
+            raise UserError(_WITHIN)
+        if self._keeper is None:
             raise UserError(
                 "recompute: a region is to be computed again a second time, as when it was used twice in one forward "
                 "with recompute_every above 1; use recompute_every=1, or recompute=none for it"
@@ -269,8 +274,8 @@ class _Frame:
 
     def _restore(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The first block's arguments, and the kept outputs back in their calls; nothing is kept afterwards."""
-        tensors = iter(self._kept.saved_tensors)
-        self._kept = None
+        tensors = iter(self._keeper.saved_tensors)
+        self._keeper = None
         leaves = [
             next(tensors).detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, _Input) else leaf
             for leaf in self._leaves
@@ -320,14 +325,14 @@ class _Again:
             raise UserError(_DIFFERS)
         waiting = handle()
         if waiting is not None:
-            waiting.tensor, waiting.frame = tensor.detach(), None
+            waiting.tensor = tensor.detach()
         self.packed += 1
         if self.packed == len(self._handles):
             raise _Enough
 
     @staticmethod
     def unpack(_: object) -> Tensor:
-        raise UserError("recompute: a block runs backward within its own forward, which is not supported")
+        raise UserError(_WITHIN)
 
 
 class _Keep(torch.autograd.Function):
@@ -350,7 +355,7 @@ class _Record(TorchDispatchMode):
     def __init__(self, operators: frozenset[Any], calls: list[_Call], handles: Sequence[Any]) -> None:
         super().__init__()
         self._operators, self._calls, self._handles = operators, calls, handles
-        self._kept: set[int] = set()  # storages
+        self._outputs: set[int] = set()  # storages of what is kept
         self._aside = self._hollow = False
 
     def call(self, function: Callable[[], T]) -> T:
@@ -370,7 +375,7 @@ class _Record(TorchDispatchMode):
             self._hollow = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.is_mutable and any(t.untyped_storage()._cdata in self._kept for t in _written(func, args)):
+        if func._schema.is_mutable and any(t.untyped_storage()._cdata in self._outputs for t in _written(func, args)):
             raise UserError(
                 "recompute: a block writes in place to the output of an operator that is kept, which is then not what "
                 "the operator put out; keep others, use recompute=full, or a block that does not"
@@ -386,7 +391,7 @@ class _Record(TorchDispatchMode):
             aliases = [_Hollow(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
         else:
             aliases = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            self._kept |= {alias.untyped_storage()._cdata for alias in aliases if isinstance(alias, Tensor)}
+            self._outputs |= {alias.untyped_storage()._cdata for alias in aliases if isinstance(alias, Tensor)}
         self._calls.append(_Call(operator, aliases, spec, len(self._handles)))
 
 

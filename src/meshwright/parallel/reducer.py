@@ -63,7 +63,6 @@ class Reducer:
                 unit.gradients = None
             unit.arrived = [False] * len(unit.members)
             unit.summed = False
-        self._next = len(self._order)
 
     def micro(self, index: int, *, last: bool) -> None:
         """Micro-batch `index` comes next. last: no other one follows in this step."""

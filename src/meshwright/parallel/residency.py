@@ -88,7 +88,7 @@ class Residency:
         self._computed.clear()
         for stay in self._order:
             stay.used = stay.done = False
-            stay.left.clear()  # a recompute ends before it has left the last module
+            stay.left.clear()  # a forward need not use all of them, and a recompute ends before it has left the last
 
     def end(self) -> None:
         """The micro-batch's backward is over: free what it left behind, unless told to keep."""
@@ -154,8 +154,6 @@ class Residency:
             self._free(stay)
 
     def _forward_ends(self, *_: Any) -> None:
-        for stay in self._order:
-            stay.left.clear()
         if not (torch.is_grad_enabled() or self._backward or self._keep_forward):
             self.free_all()
 

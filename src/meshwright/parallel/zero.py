@@ -152,6 +152,7 @@ class Sharded:
             parameter.grad = None
         if self._residency is not None:
             self._residency.end()
+            self._residency.free_all()  # also what the last step was told to keep until its end
         self._reducer.begin()
 
     def micro(self, index: int = 0, *, last: bool) -> None:
@@ -203,10 +204,10 @@ class Sharded:
 
     @torch.no_grad()
     def _publish(self, unit: Unit) -> None:
+        self._arrived(unit)  # published twice in a row: what the former gather sends is about to change
         if unit.master is not unit.parameter_shard:
             unit.parameter_shard.copy_(unit.master)
         if self.stage in (1, 2):
-            self._arrived(unit)  # a rank that had nothing to compute has not entered the unit since the last gather
             unit.gather = self.group.all_gather(
                 unit.parameters, unit.parameter_shard, reason="zero.gather", phase="step", async_=True
             )
@@ -234,6 +235,7 @@ class Sharded:
     @torch.no_grad()
     def fill(self, value: Callable[[Piece, Tensor], None]) -> None:
         """Let `value(piece, flat tensor)` write each piece of the master shards in place, then publish them all."""
+        self.settle()  # the gathers under way send what is written to here
         for unit in self.units:
             for piece in unit.pieces:
                 if piece.placement.cuts:

@@ -171,12 +171,14 @@ class _Step:
         return self._moment("final norm", self.last, lines, tied=True)
 
     def recompute(self, index: int) -> Iterator[Moment]:
-        masked = self.scores if self.spec.causal else 0
-        again = 0 if "softmax" in self.layout.kept_operators else self.scores
-        places = {"scores": masked, "softmax": masked + again}
+        keep, explicit = self.layout.kept_operators, self.run.attention == "explicit"
+        made = 0 if "attention" in keep else self.scores
+        masked = self.scores if explicit and self.spec.causal else 0  # torch masks its own in place
+        again = 0 if "softmax" in keep else self.scores
+        places = {"scores": made + masked, "softmax": self.scores + again}
         if self.spec.attn_dropout:
-            # Written out here, the masked scores stay to the end; by torch, narrow weights are rounded once for nobody.
-            beside = masked if self.run.attention == "explicit" else self.scores * (self.size < self.wide) // 2
+            # Written out here, the last scores stay to the end; by torch, narrow weights are rounded once for nobody.
+            beside = self.scores if explicit else self.scores * (self.size < self.wide) // 2
             places["dropped weights"] = self.scores + beside
         for before, temporaries in places.items():
             lines = {
