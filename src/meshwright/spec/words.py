@@ -133,9 +133,9 @@ def show(value: Any, limit: int = 60) -> str:
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
-def join(options: Sequence[str]) -> str:
+def join(options: Sequence[str], word: str = "or") -> str:
     """ "a", "a or b", "a, b or c"."""
-    return options[0] if len(options) == 1 else f"{', '.join(options[:-1])} or {options[-1]}"
+    return options[0] if len(options) == 1 else f"{', '.join(options[:-1])} {word} {options[-1]}"
 
 
 def meant(model: type[BaseModel], section: str, key: str) -> list[str]:

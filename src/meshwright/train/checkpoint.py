@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from meshwright.comm.mesh import Mesh
 from meshwright.spec.errors import RunError
-from meshwright.train import folders
+from meshwright.train import folders, manifestfile
 from meshwright.train.manifest import Manifest
 from meshwright.train.parts import LoadParts, Part, SaveParts
 from meshwright.train.storage import NotFinite, Reader, Writer
@@ -234,15 +234,10 @@ def newest(folder: Path, before: int | None = None) -> Newest:
 
 
 def manifest_of(where: Path) -> Manifest:
-    """The manifest of one checkpoint. Raises RunError naming what is missing, damaged or of the wrong length."""
+    """The manifest of one checkpoint. Raises RunError naming what is missing, damaged, of the wrong length or of
+    another step than the folder's."""
     found = Manifest.read(where)
-    for name, size in found.files.items():
-        try:
-            there = (where / name).stat().st_size
-        except OSError as error:
-            raise RunError(f"{where / name} is missing or cannot be read: {error.strerror}") from error
-        if there != size:
-            raise RunError(f"{where / name} is damaged: {there} bytes, {size} were written")
+    manifestfile.look(where, found.meta, found.files)
     found.check_cover()
     return found
 

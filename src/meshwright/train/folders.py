@@ -20,7 +20,7 @@ from meshwright.spec.run import RunSpec
 FORMER = "former-"
 LATEST = "latest"
 _ASIDE = re.compile(r"\.saving-(\d+)-.*")  # the process that writes or removes it, and what
-_CHECKPOINT = re.compile(r"(former-|superseded-)?step-\d{8,}(-\d+)?")
+_CHECKPOINT = re.compile(r"(?:former-|superseded-)?step-(\d{8,})(?:-\d+)?")
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -50,7 +50,13 @@ def steps(folder: Path) -> list[int]:
 
 def is_checkpoint(folder: Path) -> bool:
     """Whether the name of `folder` says that it is, or was, a checkpoint."""
-    return _CHECKPOINT.fullmatch(folder.name) is not None
+    return step_of(folder) is not None
+
+
+def step_of(folder: Path) -> int | None:
+    """The step that the name of `folder` says, None where it says none."""
+    match = _CHECKPOINT.fullmatch(folder.name)
+    return int(match[1]) if match else None
 
 
 def check_resume(run: RunSpec) -> None:
