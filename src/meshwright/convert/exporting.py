@@ -192,11 +192,18 @@ def _in_one_rename(out: Path, fill: Callable[[Path], None]) -> None:
         fill(aside)
         folders.flush(aside)
         aside.rename(out)
-        folders.flush(out.parent)
     except OSError as error:
         raise RunError(f"{out} could not be written: {error.strerror or error}") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+    try:
+        folders.flush(out.parent)
+    except OSError as error:
+        why = error.strerror or error
+        raise RunError(
+            f"{out} is in place and whole, but {out.parent} could not be flushed, so that a loss of power may undo it: "
+            f"{why}"
+        ) from error
 
 
 def _clear_leftovers(out: Path) -> None:

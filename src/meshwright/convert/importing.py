@@ -168,6 +168,8 @@ def _write(checkpoints: Path, run: RunSpec, sources: Mapping[str, Weight], folde
         }
         Manifest(_meta(run, folder), {FILE: size}, entries).write(aside / manifest.NAME)
         folders.put_in_place(aside, checkpoints, 0)
+    except folders.InPlaceError as error:
+        raise RunError(str(error)) from error
     except OSError as error:
         raise RunError(f"{where} could not be written: {error.strerror or error}") from error
     finally:

@@ -76,9 +76,13 @@ def aside(target: Path, what: str = "") -> Path:
     return target.with_name(f".saving-{os.getpid()}-{what}{target.name}")
 
 
+class InPlaceError(OSError):
+    """A checkpoint is in place and whole; what was to be done after its rename failed."""
+
+
 def put_in_place(prepared: Path, folder: Path, step: int) -> None:
     """Make the folder `prepared`, whose files are flushed, the checkpoint of `step`, and then let "latest" name it,
-    for whoever looks at the folder from outside. Raises OSError."""
+    for whoever looks at the folder from outside. Raises OSError, InPlaceError where only the latter failed."""
     target, before = place(folder, step), former(folder, step)
     pointer = aside(folder / LATEST)
     try:
@@ -92,22 +96,43 @@ def put_in_place(prepared: Path, folder: Path, step: int) -> None:
         if again:
             os.rename(target, before)
         os.rename(prepared, target)
-        flush(folder)
-        os.rename(pointer, folder / LATEST)
     except OSError:
-        with contextlib.suppress(OSError):
-            pointer.unlink()
+        _unlink(pointer)
         raise
+    what = f"{folder} could not be flushed, so that a loss of power may undo it"
+    try:
+        flush(folder)
+        what = f"{folder / LATEST} does not name it"
+        os.rename(pointer, folder / LATEST)
+    except OSError as error:
+        _unlink(pointer)
+        raise InPlaceError(f"{target} is in place, but {what}: {error.strerror or error}") from error
     if again:
         remove(before)
 
 
+def _unlink(file: Path) -> None:
+    with contextlib.suppress(OSError):
+        file.unlink()
+
+
 def prune(folder: Path, step: int, keep: int, keep_every: int) -> None:
-    """Remove all but `step`, the `keep` − 1 newest others, and every step that `keep_every` divides (0: none)."""
-    others = [s for s in steps(folder) if s != step]
-    for old in others[::-1][keep - 1 :]:
-        if not (keep_every and old % keep_every == 0):
-            remove(path(folder, old))
+    """Remove all but `step`, the `keep` − 1 newest others, and every step that `keep_every` divides (0: none).
+
+    Raises InPlaceError, for `step` is, where one cannot be removed.
+    """
+    here, left = place(folder, step), []
+    try:
+        others = [s for s in steps(folder) if s != step]
+        for old in others[::-1][keep - 1 :]:
+            if not (keep_every and old % keep_every == 0):
+                where = path(folder, old)
+                remove(where)
+                left += [where] if where.exists() else []
+    except OSError as error:
+        raise InPlaceError(f"{here} is in place, but older ones could not be removed: {error.strerror}") from error
+    if left:
+        raise InPlaceError(f"{here} is in place, but {left[0]} could not be removed")
 
 
 def set_aside(folder: Path, after: int) -> list[int]:

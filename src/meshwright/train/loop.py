@@ -396,6 +396,8 @@ class Loop:
                 raise error
             return
         self.progress.message(f"step {saved.step}: saved {saved.where}; training waited {saved.stall:.2f} s for it")
+        if saved.but is not None:
+            self.progress.message(f"warning: {saved.but}")
         figures = {"seconds": saved.seconds, "stall": saved.stall}
         self.metrics.write(saved.step, "checkpoint", figures)
 

@@ -17,7 +17,8 @@ from meshwright.train import folders
 NAME = "manifest.json"
 _FORMER_NAME = "meta.json"  # what stood in its place before version 1
 FORMAT, VERSION = "meshwright checkpoint", 1
-ITEMSIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+ITEMSIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "BOOL": 1}
+ITEMSIZES |= {"U64": 8, "U32": 4, "U16": 2, "U8": 1}
 """Bytes of an element, by safetensors' name of the dtype."""
 
 

@@ -56,8 +56,9 @@ class Writer(StorageWriter):
     """Writes the checkpoint of `step` below `folder`; see folders.py for what becomes of older ones.
 
     meta: JSON that goes into the manifest. advance: called again and again while this rank writes. Each rank makes
-    one; the coordinator's places and prunes. Raises OSError where the file system refuses, NotFinite where a tensor is
-    not finite; then call `give_up`, or the next save clears away what was written.
+    one; the coordinator's places and prunes. Raises OSError where the file system refuses (folders.InPlaceError where
+    that was after the checkpoint was in place), NotFinite where a tensor is not finite; then call `give_up`, or the
+    next save clears away what was written.
     """
 
     def __init__(
@@ -102,11 +103,17 @@ class Writer(StorageWriter):
         return future
 
     def _write(self, aside: Path, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        if not items:
-            return []
         pickled = next((item.index.fqn for item in items if item.type is WriteItemType.BYTE_IO), None)
         if pickled is not None:
             raise RunError(f"{pickled} is no tensor; only tensors are saved, because the rest would be pickled")
+        # A tensor without elements is whole without boxes; and torch plans empty ones for ranks that have no rows.
+        items = [item for item in items if _box(item).numel]
+        if not items:
+            return []
+        odd = next((item for item in items if _dtype(item) not in tensorfile.DTYPES), None)
+        if odd is not None:
+            kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in tensorfile.DTYPES)
+            raise RunError(f"{odd.index.fqn} is of dtype {_dtype(odd)}; what is saved is {kinds}")
         if not aside.is_dir():
             raise FileNotFoundError(f"{aside} is not seen by rank {self._rank}: all machines must share the folder")
         keys = {_key(item): item for item in items}
@@ -269,13 +276,18 @@ def _box(item: WriteItem) -> Box:
     return Box(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
 
 
+def _dtype(item: WriteItem) -> torch.dtype:
+    assert item.tensor_data is not None
+    return item.tensor_data.properties.dtype
+
+
 def _key(item: WriteItem) -> str:
     return f"{item.index.fqn}@{','.join(map(str, _box(item).offsets))}"
 
 
 def _nbytes(item: WriteItem) -> int:
     assert item.tensor_data is not None
-    return _box(item).numel * item.tensor_data.properties.dtype.itemsize
+    return _box(item).numel * _dtype(item).itemsize
 
 
 def _check_finite(key: str, tensor: Tensor) -> None:
