@@ -73,6 +73,11 @@ def expected(info: FieldInfo) -> str:
     return _words(info.annotation, info.metadata)
 
 
+def item_of(info: FieldInfo) -> FieldInfo:
+    """What each item of a list takes."""
+    return FieldInfo.from_annotation(get_args(info.annotation)[0])
+
+
 def _words(annotation: Any, limits: Sequence[Any] = ()) -> str:
     origin = get_origin(annotation)
     if origin is Annotated:
