@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from meshwright.comm.mesh import Mesh
 from meshwright.spec.errors import RunError
-from meshwright.train import checkpoint, folders, storage, tensorfile
+from meshwright.train import checkpoint, folders, manifestfile, storage, tensorfile
 from meshwright.train.checkpoint import Newest, Saver
 from meshwright.train.parts import Part
 
@@ -267,6 +267,15 @@ def test_what_is_not_finite_pushes_nothing_out(tmp_path, name, bad):
         assert checkpoint.newest(tmp_path) == Newest(10, ())
 
 
+def test_large_numbers_are_finite_though_their_sum_is_not(tmp_path):
+    large = {"w": torch.full((5,), 3e38), "half": torch.full((9,), 6e4, dtype=torch.float16)}
+    save(tmp_path, 10, large)
+    assert torch.equal(content(tmp_path, 10)["w"], large["w"])
+    large["half"][7] = float("-inf")
+    with pytest.raises(checkpoint.NotFinite, match=r"^half is not finite$"):
+        save(tmp_path, 20, large)
+
+
 def test_everything_is_on_the_disk_before_a_checkpoint_is_in_place(tmp_path, monkeypatch):
     """Files whole, then the folder that lists them, then the rename, then the folder that it changed; the pointer."""
     done = []
@@ -286,11 +295,14 @@ def test_everything_is_on_the_disk_before_a_checkpoint_is_in_place(tmp_path, mon
     monkeypatch.setattr(os, "fsync", recorded)
     monkeypatch.setattr(os, "rename", lambda here, there: (done.append(("rename", None)), rename(here, there)))
     target = save(tmp_path, 10)
-    assert done == [
-        ("rank-00000.safetensors", (target / "rank-00000.safetensors").stat().st_size),
+    assert done[0] == ("rank-00000.safetensors", (target / "rank-00000.safetensors").stat().st_size)
+    together = {
         ("manifest.json", (target / "manifest.json").stat().st_size),
         (".saving-PID-latest", (tmp_path / "latest").stat().st_size),
         ("aside", None),
+    }
+    assert set(done[1:4]) == together
+    assert done[4:] == [
         ("rename", None),
         ("checkpoints", None),
         ("rename", None),
@@ -433,14 +445,22 @@ def forked(source, *words):
     return code
 
 
-FULL = ["tensorfile._put", "os.fsync", "os.fdatasync", "os.rename", "json.dump", "os.mkdir"]
+FULL = [
+    "tensorfile._put",
+    "tensorfile._reserve",
+    "os.fsync",
+    "os.fdatasync",
+    "os.rename",
+    "manifestfile.write",
+    "os.mkdir",
+]
 
 
 @pytest.mark.parametrize("call", FULL)
 def test_a_full_disk_keeps_the_old_one_and_leaves_nothing(tmp_path, monkeypatch, call):
     """Each call in turn, and each time it is made."""
     monkeypatch.setattr(tensorfile, "_FLUSH_EVERY", 8)
-    target = {"tensorfile": tensorfile, "os": os, "json": json}[call.partition(".")[0]]
+    target = {"tensorfile": tensorfile, "os": os, "manifestfile": manifestfile}[call.partition(".")[0]]
     name = call.partition(".")[2]
     plain = getattr(target, name)
     failed = 0

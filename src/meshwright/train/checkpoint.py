@@ -253,10 +253,9 @@ def read(where: Path, parts: Sequence[Part], found: Manifest | None = None) -> N
     """Fill `parts` from the checkpoint in `where`. Raises RunError naming a file that is missing or damaged, or a
     tensor that is not there; then some parts may have been filled."""
     reader = Reader(where, manifest_of(where) if found is None else found)
-    try:
-        dcp.load({}, storage_reader=reader, planner=LoadParts(parts), no_dist=True)
-    except CheckpointException as error:
-        raise next(iter(error.failures.values()))[0] from None
+    planner = LoadParts(parts)
+    planner.set_up_planner({}, reader.read_metadata())
+    reader.read_data(planner.create_local_plan(), planner).wait()  # what dcp.load does with no_dist
 
 
 def load(where: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

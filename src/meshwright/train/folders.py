@@ -12,6 +12,7 @@ import contextlib
 import os
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from meshwright.spec.errors import UserError
@@ -80,18 +81,16 @@ class InPlaceError(OSError):
     """A checkpoint is in place and whole; what was to be done after its rename failed."""
 
 
-def put_in_place(prepared: Path, folder: Path, step: int) -> None:
-    """Make the folder `prepared`, whose files are flushed, the checkpoint of `step`, and then let "latest" name it,
-    for whoever looks at the folder from outside. Raises OSError, InPlaceError where only the latter failed."""
+def put_in_place(prepared: Path, folder: Path, step: int, *unflushed: Path) -> None:
+    """Make the folder `prepared` the checkpoint of `step`, and then let "latest" name it, for whoever looks at the
+    folder from outside. Its files are flushed, but for `unflushed`. Raises OSError, InPlaceError where only the latter
+    failed."""
     target, before = place(folder, step), former(folder, step)
     pointer = aside(folder / LATEST)
     try:
         # Written first: a disk that is full is noticed while nothing has changed.
-        with open(pointer, "w", encoding="utf-8") as file:
-            file.write(f"{target.name}\n")
-            file.flush()
-            os.fsync(file.fileno())
-        flush(prepared)
+        pointer.write_text(f"{target.name}\n", encoding="utf-8")
+        flush(*unflushed, pointer, prepared)
         again = target.exists()
         if again:
             os.rename(target, before)
@@ -193,9 +192,19 @@ def lives(process: int) -> bool:
     return True
 
 
-def flush(folder: Path) -> None:
-    """Let the disk have the folder's names. Raises OSError."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def flush(*paths: Path) -> None:
+    """Let the disk have the content of files and the names in folders. Raises OSError."""
+    if len(paths) == 1:
+        _flush(*paths)
+        return
+    # At the same time: the file system writes its journal once for all of them.
+    with ThreadPoolExecutor(len(paths), "flush") as together:
+        for flushed in [together.submit(_flush, path) for path in paths]:
+            flushed.result()
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

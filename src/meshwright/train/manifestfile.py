@@ -44,6 +44,11 @@ def read(folder: Path) -> dict[str, Any]:
     return plain
 
 
+def write(path: Path, plain: Mapping[str, Any]) -> None:
+    """Write what `read` reads. Raises OSError."""
+    path.write_text(json.dumps({**plain, "crc32": checksum(plain)}), encoding="utf-8")
+
+
 def look(folder: Path, meta: Mapping[str, Any], files: Mapping[str, int]) -> None:
     """What can be told of a checkpoint without reading its files: that each is there with its length, and that the
     folder is that of its step. Raises RunError."""
