@@ -106,10 +106,14 @@ def test_capacities(text: str, number: int) -> None:
     assert in_bytes(text) == number
 
 
-@pytest.mark.parametrize("text", ["80", "GB", "80gb", "0GB", "-1GB", "80GX", ""])
-def test_no_capacity(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [("24", "24GB"), ("24.5", "24.5GB"), ("24gb", "24GB"), *((t, "80GB") for t in ("GB", "0GB", "-1GB", "80GX", ""))],
+)
+def test_no_capacity(text: str, right: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["predict", f"--capacity={text}"]) == 2
-    assert f"'{text}' is no size; write 80GB" in capsys.readouterr().err
+    err = " ".join(capsys.readouterr().err.split())
+    assert f"'{text}' is no size; write {right} (10⁹ bytes each) or {right[:-2]}GiB" in err
 
 
 def test_recompute_is_in_the_layouts_words(capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,6 +48,7 @@ def proof(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         asked.update(run=run, **options)
         if "raises" in asked:
             raise asked["raises"]
+        options["begins"]()
         report: Report = asked["report"]
         return report
 
@@ -65,6 +66,13 @@ def test_equal_is_0(proof: dict[str, Any], capsys: pytest.CaptureFixture[str]) -
     assert "DIFFERS" not in out
     assert "difference: ‖a − b‖ / ‖b‖" in out
     assert (proof["run"].layout.dp, proof["steps"], proof["precision"], proof["as_is"]) == (2, 3, "float64", False)
+
+
+@pytest.mark.parametrize("words", [["device=cuda"], ["model=gpt2-tiny", "model.embd_dropout=0.1", "dropout=torch"]])
+def test_what_is_refused_is_not_announced(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["verify", *words]) == 2
+    err = capsys.readouterr().err
+    assert "comparing" not in err and err.startswith("meshwright: error: d")
 
 
 def test_a_difference_is_3_and_named(proof: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:

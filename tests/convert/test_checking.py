@@ -127,6 +127,43 @@ def test_a_header_that_hides_a_tensor(saved):
     assert finding == f"{file} is damaged: its header is wrong about model/lm_head.weight@0,0"
 
 
+def test_a_folder_that_was_renamed(saved, tmp_path, monkeypatch):
+    """It would be passed over by a run, or, were it not, be gone on from as another step."""
+    renamed = saved.rename(train_folders.place(saved.parent, 25))
+    for path in (renamed, tmp_path / "run", tmp_path / "run" / "checkpoints"):
+        assert check(path).findings == (f"{renamed} holds step 0: somebody has renamed it",)
+    monkeypatch.chdir(renamed)
+    assert check(Path(".")).findings and command(["checkpoint", "verify", "."]) == 3
+    for fine in ("superseded-step-00000000-2", "former-step-00000000", "kept"):
+        renamed = renamed.rename(saved.parent / fine)
+        assert check(renamed).findings == ()
+
+
+def test_an_older_one_is_named_where_the_newest_is_damaged(saved, tmp_path, capsys):
+    run = tmp_path / "run"
+    for step in (10, 20, 30):
+        later = train_folders.place(saved.parent, step)
+        subprocess.run(["cp", "-r", str(saved), str(later)], check=True)
+        changed(later, lambda plain, step=step: plain["meta"].update(step=step))
+    flip(later / "rank-00000.safetensors", -1)
+    flip(train_folders.place(saved.parent, 20) / "manifest.json", 50)
+    ten = train_folders.place(saved.parent, 10)
+    hint = f"; the newest before it that looks whole is {ten}; name that folder"
+    assert command(["checkpoint", "export", str(run), str(tmp_path / "out")]) == 1
+    assert f"rank-00000.safetensors is damaged: its checksum is not what was written{hint}" in capsys.readouterr().err
+    flip(later / "manifest.json", 50)
+    for words in (["export", str(run), str(tmp_path / "out")], ["inspect", str(saved.parent)]):
+        assert command(["checkpoint", *words]) == 1
+        err = capsys.readouterr().err
+        assert str(later / "manifest.json") in err and hint in err
+    # Who names one folder is not told of others.
+    assert command(["checkpoint", "inspect", str(later)]) == 1 and "before it" not in capsys.readouterr().err
+    os.remove(ten / "rank-00000.safetensors")
+    os.remove(saved / "manifest.json")
+    assert command(["checkpoint", "inspect", str(run)]) == 1
+    assert "and no older one there looks whole" in capsys.readouterr().err
+
+
 def test_where_the_newest_is(saved, tmp_path):
     assert find(saved) == find(saved.parent) == find(saved.parent.parent) == saved
     train_folders.place(saved.parent, 25).mkdir()

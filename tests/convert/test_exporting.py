@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from meshwright.cli.main import run as main
 from meshwright.convert.exporting import export
 from meshwright.convert.importing import import_folder
 from meshwright.spec.errors import RunError, UserError
@@ -33,6 +35,30 @@ def test_runs_that_end_anywhere_in_a_tensor(tmp_path, monkeypatch):
     export(tmp_path / "run", tmp_path / "out", dtype="bf16")
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in weights(LLAMA).items())
+
+
+@pytest.mark.parametrize("size", ["1B", "exact", "one less", "largest"])
+def test_the_edges_of_a_shards_size(tmp_path, run, size):
+    """A file holds one tensor at least, and as many bytes as it may at most."""
+    expected = weights(LLAMA)
+    nbytes = [tensor.nbytes for tensor in expected.values()]
+    most = {"1B": 1, "exact": sum(nbytes), "one less": sum(nbytes) - 1, "largest": max(nbytes)}[size]
+    command = ["checkpoint", "export", str(run), str(tmp_path / "out"), "-q", "--shard-size", f"{most}B"]
+    assert main(command) == 0
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    held = [load_file(file) for file in files]
+    assert len(files) == {"1B": len(expected), "exact": 1, "one less": 2}.get(size, len(files))
+    assert all(len(one) == 1 or sum(t.nbytes for t in one.values()) <= most for one in held)
+    found = {name: tensor for one in held for name, tensor in one.items()}
+    assert found.keys() == expected.keys() and sum(map(len, held)) == len(expected)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    index = tmp_path / "out" / "model.safetensors.index.json"
+    if size == "exact":
+        assert [file.name for file in files] == ["model.safetensors"] and not index.exists()
+    else:
+        about = json.loads(index.read_text())
+        assert about["metadata"]["total_size"] == sum(nbytes)
+        assert all(name in load_file(tmp_path / "out" / file) for name, file in about["weight_map"].items())
 
 
 def test_what_is_there_is_not_overwritten(tmp_path, run):

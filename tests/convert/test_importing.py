@@ -209,7 +209,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("meshwright.train.manifest.os.fsync", full)
+    monkeypatch.setattr("meshwright.train.folders.os.fsync", full)
     with pytest.raises(RunError, match="step-00000000 could not be written: No space left on device"):
         import_folder(folder(tmp_path / "in", LLAMA), tmp_path / "run")
     assert os.listdir(tmp_path / "run" / "checkpoints") == []

@@ -60,7 +60,13 @@ OVERRIDES = [
     ("optimizer.lr=.nan", "not a finite number"),
     ("optimizer.lr=-1", "-1 is not a number above 0"),
     ("optimizer.betas=[0.9]", "[0.9] is not a list of 2, each a number of at least 0 and below 1"),
-    ("optimizer.betas=[0.9, 1.5]", "[0.9, 1.5] is not a list of 2"),
+    ("optimizer.betas=[0.9, 1.5]", "1.5 in [0.9, 1.5] is not a number of at least 0 and below 1"),
+    ("optimizer.betas=[0.9, 0.9, 0.9]", "[0.9, 0.9, 0.9] is not a list of 2, each a number of at least 0 and below 1"),
+    (
+        "layout={recompute: selective, recompute_keep: [atention]}",
+        '"atention" in ["atention"] is not linear, attention,',
+    ),
+    ("layout={recompute: selective, recompute_keep: [atention]}", "did you mean attention?"),
     ("optimizer.clip=none", '"none" is not a number above 0 or null'),
     ("precision=fp8", '"fp8" is not fp32, bf16, fp16 or float64'),
     ("precision=fp64", '"fp64" is not fp32, bf16, fp16 or float64; did you mean float64?'),
@@ -120,6 +126,18 @@ def test_a_proofs_precision_has_no_narrower_reduction() -> None:
         load_run(None, ["precision=float64", "reduce_dtype=fp32"])
 
 
+@pytest.mark.parametrize(
+    ("blamed", "others"),
+    [
+        ("layout.recompute_every=2", "out=elsewhere"),  # leave it out
+        ("model.resid_dropout=0.1", "out=elsewhere"),
+        ("lr_schedule.decay_steps=7", "steps=90"),  # the cosine spans all steps
+    ],
+)
+def test_a_field_whose_name_is_a_word_of_the_message_is_not_blamed(blamed: str, others: str) -> None:
+    assert refusal(others, blamed).startswith(f"command line: {blamed}: ")
+
+
 # A run file, the line on which it is wrong, and what the refusal must say.
 FILES = [
     ("steps: 3\noptimizer:\n  lr: 1e-3\n  lrr: 2\n", 4, "optimizer.lrr: no such field; did you mean optimizer.lr?"),
@@ -127,7 +145,11 @@ FILES = [
     ("optimizer.lr: 3\n", 1, "optimizer.lr: no such field; write it as optimizer: {lr: …}"),
     ("true: 3\n", 1, "true: no such field"),
     ("steps: 3\nsteps: 4\n", 2, "steps stands twice (RUN line 1 has it too); keep one"),
-    ("optimizer:\n  betas:\n    - 0.9\n    - 2\n", 2, "optimizer.betas: [0.9, 2] is not a list of 2"),
+    (
+        "optimizer:\n  betas:\n    - 0.9\n    - 2\n",
+        4,
+        "optimizer.betas: 2 in [0.9, 2] is not a number of at least 0 and below 1",
+    ),
     ("steps: 30\nlayout:\n  tp: 2\n", 3, "layout: tp=2 is not available yet"),
     ("model:\n  hidden: 101\n", 2, "model: heads=4 does not divide hidden=101"),
     ("model:\n  preset: gpt2-tiny\n  qk_norm: true\n", 3, "model: gpt2 has no qk_norm; leave it out"),

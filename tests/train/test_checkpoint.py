@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from meshwright.comm.mesh import Mesh
 from meshwright.spec.errors import RunError
-from meshwright.train import checkpoint, folders, storage, tensorfile
+from meshwright.train import checkpoint, folders, manifestfile, storage, tensorfile
 from meshwright.train.checkpoint import Newest, Saver
 from meshwright.train.parts import Part
 
@@ -267,6 +267,15 @@ def test_what_is_not_finite_pushes_nothing_out(tmp_path, name, bad):
         assert checkpoint.newest(tmp_path) == Newest(10, ())
 
 
+def test_large_numbers_are_finite_though_their_sum_is_not(tmp_path):
+    large = {"w": torch.full((5,), 3e38), "half": torch.full((9,), 6e4, dtype=torch.float16)}
+    save(tmp_path, 10, large)
+    assert torch.equal(content(tmp_path, 10)["w"], large["w"])
+    large["half"][7] = float("-inf")
+    with pytest.raises(checkpoint.NotFinite, match=r"^half is not finite$"):
+        save(tmp_path, 20, large)
+
+
 def test_everything_is_on_the_disk_before_a_checkpoint_is_in_place(tmp_path, monkeypatch):
     """Files whole, then the folder that lists them, then the rename, then the folder that it changed; the pointer."""
     done = []
@@ -286,11 +295,14 @@ def test_everything_is_on_the_disk_before_a_checkpoint_is_in_place(tmp_path, mon
     monkeypatch.setattr(os, "fsync", recorded)
     monkeypatch.setattr(os, "rename", lambda here, there: (done.append(("rename", None)), rename(here, there)))
     target = save(tmp_path, 10)
-    assert done == [
-        ("rank-00000.safetensors", (target / "rank-00000.safetensors").stat().st_size),
+    assert done[0] == ("rank-00000.safetensors", (target / "rank-00000.safetensors").stat().st_size)
+    together = {
         ("manifest.json", (target / "manifest.json").stat().st_size),
         (".saving-PID-latest", (tmp_path / "latest").stat().st_size),
         ("aside", None),
+    }
+    assert set(done[1:4]) == together
+    assert done[4:] == [
         ("rename", None),
         ("checkpoints", None),
         ("rename", None),
@@ -433,18 +445,27 @@ def forked(source, *words):
     return code
 
 
-FULL = ["tensorfile._put", "os.fsync", "os.fdatasync", "os.rename", "json.dump", "os.mkdir"]
+FULL = [
+    "tensorfile._put",
+    "tensorfile._reserve",
+    "os.fsync",
+    "os.fdatasync",
+    "os.rename",
+    "manifestfile.write",
+    "os.mkdir",
+]
 
 
 @pytest.mark.parametrize("call", FULL)
 def test_a_full_disk_keeps_the_old_one_and_leaves_nothing(tmp_path, monkeypatch, call):
     """Each call in turn, and each time it is made."""
     monkeypatch.setattr(tensorfile, "_FLUSH_EVERY", 8)
-    target = {"tensorfile": tensorfile, "os": os, "json": json}[call.partition(".")[0]]
+    target = {"tensorfile": tensorfile, "os": os, "manifestfile": manifestfile}[call.partition(".")[0]]
     name = call.partition(".")[2]
     plain = getattr(target, name)
     failed = 0
     for nth in range(1, 30):
+        saved = False
         shutil.rmtree(tmp_path)
         save(tmp_path, 10)
         calls = iter(range(1, 1000))
@@ -458,15 +479,49 @@ def test_a_full_disk_keeps_the_old_one_and_leaves_nothing(tmp_path, monkeypatch,
             patch.setattr(target, name, full)
             try:
                 save(tmp_path, 20)
+                saved = True
             except checkpoint.CheckpointError as error:
                 assert "No space left" in str(error) and str(tmp_path / "step-00000020") in str(error)
                 failed += 1
         if next(calls) <= nth:
             break
         newest = checkpoint.newest(tmp_path)
-        # Past the rename it is in place, though its save is told as failed; a folder that is there is made in vain.
-        assert newest.step == 10 or (newest.step == 20 and call in ("os.rename", "os.fsync", "os.mkdir"))
+        # Past the rename it is in place, and so it is told; a folder that is there is made in vain.
+        assert newest.step == 20 if saved else 10
         assert set(names(tmp_path)) <= {"step-00000010", "step-00000020"}
         save(tmp_path, 30)
         assert folders.steps(tmp_path)[-1] == 30
-    assert failed == {"tensorfile._put": 3, "os.fsync": 5, "os.fdatasync": 2, "os.rename": 2}.get(call, 1)
+    assert failed == {"tensorfile._put": 3, "os.fsync": 4, "os.fdatasync": 2}.get(call, 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "nth", "said"),
+    [
+        ("os.fsync", 5, "{folder} could not be flushed, so that a loss of power may undo it: Input/output error"),
+        ("os.rename", 2, "{folder}/latest does not name it: Input/output error"),
+        ("os.rename", 3, "{folder}/step-00000010 could not be removed"),
+    ],
+    ids=["flush", "pointer", "prune"],
+)
+def test_what_fails_after_a_checkpoint_is_in_place_is_told_as_that(tmp_path, monkeypatch, call, nth, said):
+    save(tmp_path, 10)
+    plain, calls = getattr(os, call.removeprefix("os.")), iter(range(1, 100))
+
+    def failing(*args):
+        if next(calls) == nth:
+            raise OSError(errno.EIO, "Input/output error")
+        return plain(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(call, failing)
+        one = saver(tmp_path, keep=1)
+        one.save(20, {"step": 20})
+        ended = one.wait()
+    assert (ended.error, ended.but) == (
+        None,
+        f"{tmp_path}/step-00000020 is in place, but {said.format(folder=tmp_path)}",
+    )
+    assert checkpoint.newest(tmp_path) == Newest(20, ()) and set(content(tmp_path, 20)) == set(TENSORS)
+    assert not list(tmp_path.glob(".saving-*"))
+    save(tmp_path, 30, keep=1)
+    assert names(tmp_path) == ["step-00000030"]

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshwright.comm.mesh import Mesh
+from meshwright.convert.checking import check
 from meshwright.spec.boxes import Box
 from meshwright.train import checkpoint, folders, storage, tensorfile
 from meshwright.train.checkpoint import Saver
@@ -156,6 +157,45 @@ def test_what_is_no_tensor_is_refused_in_words(tmp_path):
     """It would have to be pickled."""
     with pytest.raises(CheckpointException, match=r"epoch is no tensor; only tensors are saved"):
         dcp.save({"w": MATRIX, "epoch": object()}, storage_writer=Writer(tmp_path, 1, {}, keep=1), no_dist=True)
+    assert folders.steps(tmp_path) == []
+
+
+def uneven(mesh, folder):
+    """Three rows over four ranks: torch plans a box without rows for the last one."""
+    on = init_device_mesh("cpu", (4,))
+    rows = MATRIX[:3]
+    dcp.save({"w": distribute_tensor(rows, on, [Shard(0)])}, storage_writer=Writer(folder, 1, {}, keep=1))
+    into = {"w": distribute_tensor(torch.zeros(3, 10), on, [Shard(0)])}
+    dcp.load(into, storage_reader=Reader(folders.path(folder, 1)))
+    return torch.equal(into["w"].full_tensor(), rows)
+
+
+def test_a_rank_without_rows(ranks, tmp_path):
+    assert ranks.run(4, uneven, tmp_path) == [True] * 4
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.empty(0, 3), torch.empty(3, 0), torch.empty(0, dtype=torch.int64),
+        *(torch.arange(5).to(dtype) for dtype in (torch.uint16, torch.uint32, torch.uint64)),
+    ],
+    ids=lambda tensor: f"{tensor.dtype} {list(tensor.shape)}",
+)  # fmt: skip
+def test_tensors_that_no_model_has(tmp_path, tensor):
+    dcp.save({"odd": tensor, "w": MATRIX}, storage_writer=Writer(tmp_path, 1, {}, keep=1), no_dist=True)
+    into = {"odd": torch.zeros_like(tensor), "w": torch.zeros(7, 10)}
+    dcp.load(into, storage_reader=Reader(folders.path(tmp_path, 1)), no_dist=True)
+    found, _ = checkpoint.load(folders.path(tmp_path, 1))
+    for name, expected in (("odd", tensor), ("w", MATRIX)):
+        for one in (into[name], found[name]):
+            assert (one.dtype, one.shape, one.tolist()) == (expected.dtype, expected.shape, expected.tolist())
+    assert check(folders.path(tmp_path, 1)).findings == ()
+
+
+def test_a_dtype_that_is_not_saved_is_refused_in_words(tmp_path):
+    with pytest.raises(CheckpointException, match=r"z is of dtype torch.complex64; what is saved is float64, float32,"):
+        dcp.save({"z": MATRIX + 1j}, storage_writer=Writer(tmp_path, 1, {}, keep=1), no_dist=True)
     assert folders.steps(tmp_path) == []
 
 

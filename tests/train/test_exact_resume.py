@@ -136,6 +136,22 @@ def test_the_loss_scale_survives(folder, ranks):
         assert any(skipped for *_, skipped, _ in whole) and not whole[-1][-2]
 
 
+def growing(mesh, run: RunSpec, folder: Path) -> tuple[list, list]:
+    """With a scale that doubles after every three good steps: the stop is after the fourth, one step into the count."""
+    os.chdir(folder)
+    lossscale.GROWTH_INTERVAL = 3
+    whole = life(mesh, run.model_copy(update={"out": "c"}), None)
+    other = run.model_copy(update={"out": "d"})
+    return whole, life(mesh, other, 4) + life(mesh, other, None)
+
+
+def test_good_steps_count_on(folder, ranks):
+    run = run_of("layout.dp=2", "precision=fp16")
+    for whole, again in ranks.run(2, growing, run, folder):
+        assert again == whole
+        assert [scale for *_, scale in whole] == [lossscale.START * 2.0 ** (step // 3) for step in range(1, STEPS + 1)]
+
+
 def go_on(mesh, run: RunSpec, folder: Path, at: int | None) -> list[tuple]:
     os.chdir(folder)
     return life(mesh, run, at)

@@ -254,13 +254,22 @@ def test_what_one_rank_alone_cannot_read_is_passed_over_by_all(folder, ranks, ze
 
 
 def test_a_step_asked_for_by_number_is_not_passed_over(folder, ranks):
-    ranks.run(2, life, run_of("steps=3"), folder)
+    ranks.run(2, life, run_of("steps=3", "checkpoint.keep=9"), folder)
     damage(3)
-    for error, _, said in ranks.run(2, life, run_of("steps=4", "checkpoint.resume=3"), folder):
+    for error, _, said in ranks.run(2, life, run_of("steps=4", "checkpoint.keep=9", "checkpoint.resume=3"), folder):
         assert "step-00000003/rank-00001.safetensors is damaged" in error
+        assert "steps 1 and 2 look whole: write checkpoint.resume=2, say, or auto for the newest that is" in error
         assert not any("resumed" in line for line in said)
-    (code, _, said), _ = ranks.run(2, life, run_of("steps=4", "checkpoint.resume=2"), folder)
+    os.remove("run/checkpoints/step-00000001/manifest.json")
+    for error, _, _ in ranks.run(2, life, run_of("steps=4", "checkpoint.keep=9", "checkpoint.resume=3"), folder):
+        assert "step 2 looks whole: write checkpoint.resume=2, or auto for" in error
+    (code, _, said), _ = ranks.run(2, life, run_of("steps=4", "checkpoint.keep=9", "checkpoint.resume=2"), folder)
     assert code == 0 and any("resumed after step 2" in line for line in said)
+    for step in folders.steps(Path("run/checkpoints")):
+        damage(step)
+        os.truncate(folders.path(Path("run/checkpoints"), step) / "rank-00000.safetensors", 9)
+    for error, _, _ in ranks.run(2, life, run_of("steps=4", "checkpoint.keep=9", "checkpoint.resume=4"), folder):
+        assert "no other that looks whole; put it back from a backup, or write checkpoint.resume=never" in error
 
 
 def test_a_run_without_a_checkpoint_says_that_it_starts_fresh(folder, ranks):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
+import types
 import zlib
 
 import pytest
@@ -47,9 +49,7 @@ def test_the_library_reads_every_dtype_and_shape(tmp_path, monkeypatch, block):
 
 def read(path, stored, into, nbytes=None, first=0):
     with open(path, "rb", buffering=0) as stream:
-        reader = Reader()
-        reader.read(stream, stored, len(into) if nbytes is None else nbytes, first, into)
-        reader.settle()
+        Reader().read(stream, stored, len(into) if nbytes is None else nbytes, first, into)
 
 
 @settings(deadline=None)  # files
@@ -166,6 +166,27 @@ def test_a_flush_that_fails_on_the_way_fails_the_write(tmp_path, monkeypatch, nt
     monkeypatch.setattr(tensorfile.os, "fdatasync", failing)
     with pytest.raises(OSError, match="Input/output"):
         tensorfile.write(tmp_path / "t", [("a", torch.ones(1000))])
+
+
+def test_a_disk_without_room_is_noticed_at_once(tmp_path, monkeypatch):
+    """And one that cannot set room aside, or a system that cannot ask, is written to all the same."""
+
+    def answer(code):
+        def fallocate(*_):
+            ctypes.set_errno(code)
+            return -1
+
+        return types.SimpleNamespace(fallocate=fallocate)
+
+    for code in (errno.ENOSPC, errno.EDQUOT):
+        monkeypatch.setattr(tensorfile, "_LIBC", answer(code))
+        with pytest.raises(OSError, match=os.strerror(code)):
+            tensorfile.write(tmp_path / "t", [("a", torch.ones(1000))])
+        assert (tmp_path / "t").stat().st_size == 0
+    for other in (answer(errno.EOPNOTSUPP), types.SimpleNamespace()):
+        monkeypatch.setattr(tensorfile, "_LIBC", other)
+        tensorfile.write(tmp_path / "t", [("a", torch.ones(1000))])
+        assert torch.equal(load_file(tmp_path / "t")["a"], torch.ones(1000))
 
 
 def test_a_short_write_is_gone_on_with(tmp_path, monkeypatch):

@@ -95,10 +95,11 @@ def resolved(run: RunSpec, ranks: int | None) -> RunSpec:
 
 def in_bytes(text: str) -> int:
     """A size on the command line in bytes: 80GB (10⁹ bytes each), 24.5 GiB (2³⁰ each)."""
-    parts = re.fullmatch(r"(\d+(?:\.\d+)?) *(\w+)", text.strip())
+    parts = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", text.strip())
     size = int(float(parts[1]) * SIZES.get(parts[2], 0)) if parts else 0
     if not size:
-        raise click.BadParameter(f"{text!r} is no size; write 80GB (10⁹ bytes each) or 80GiB (2³⁰ each)")
+        number = parts[1] if parts and float(parts[1]) else "80"
+        raise click.BadParameter(f"{text!r} is no size; write {number}GB (10⁹ bytes each) or {number}GiB (2³⁰ each)")
     return size
 
 

@@ -71,14 +71,17 @@ def command(
     if launched():
         raise UserError("verify starts its own ranks; call it without torchrun")
     check_ranks(run.layout.world, "a smaller layout of the same axes proves as much")
-    if not quiet:
-        what = "the run's own model" if as_is else f"a small {run.model.family} model"
-        ranked = f"{run.layout.world} rank{'s' * (run.layout.world > 1)}"
-        say(f"comparing {steps} step{'s' * (steps > 1)} of {what} on {ranked} with one device, {compared}")
+    what = "the run's own model" if as_is else f"a small {run.model.family} model"
+    ranked = f"{run.layout.world} rank{'s' * (run.layout.world > 1)}"
+    told = f"comparing {steps} step{'s' * (steps > 1)} of {what} on {ranked} with one device, {compared}"
     from meshwright.verify.run import Unfinished, verify
 
+    def begins() -> None:
+        if not quiet:
+            say(told)
+
     try:
-        report = verify(run, steps=steps, precision=run.precision, as_is=as_is, debug=debug)
+        report = verify(run, steps=steps, precision=run.precision, as_is=as_is, debug=debug, begins=begins)
     except Unfinished as end:
         say(f"meshwright: {end}")
         return end.code

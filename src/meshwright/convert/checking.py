@@ -1,6 +1,6 @@
 """Whether a checkpoint is whole: every byte of it is read and held against the checksums. Imports no torch.
 
-manifest      against its own checksum
+manifest      against its own checksum; the folder's name against the step in it
 each tensor   its boxes cover it exactly
 each file     its length; its header names the boxes that the manifest has there, so that other programs find them
 each box      every block's checksum
@@ -59,7 +59,7 @@ def check(path: Path, advance: Callable[[int, int], None] = lambda done, total: 
         plain = manifestfile.read(where)
     except RunError as error:
         return Verdict(where, (str(error),), 0, 0, 0)
-    findings = list(_gaps(plain))
+    findings = [*_renamed(where, plain), *_gaps(plain)]
     by_file: dict[str, list[_Place]] = {name: [] for name in plain["files"]}
     for name, about in plain["tensors"].items():
         for box in about["boxes"]:
@@ -73,6 +73,13 @@ def check(path: Path, advance: Callable[[int, int], None] = lambda done, total: 
                 done += found
                 advance(done, total)
     return Verdict(where, tuple(findings), len(plain["tensors"]), len(by_file), done)
+
+
+def _renamed(where: Path, plain: Mapping[str, Any]) -> Iterator[str]:
+    try:
+        manifestfile.look(where, plain["meta"], {})  # of the files more is told below
+    except RunError as error:
+        yield str(error)
 
 
 def _gaps(plain: Mapping[str, Any]) -> Iterator[str]:

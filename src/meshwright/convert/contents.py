@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.spec.errors import UserError
+from meshwright.spec.errors import RunError, UserError
 from meshwright.train import folders, manifestfile
 
 KINDS = {"model": "parameters", "exp_avg": "first moments", "exp_avg_sq": "second moments"}
@@ -72,7 +74,8 @@ class Contents:
 def inspect(path: Path) -> Contents:
     """What the checkpoint at `path` holds; see `find`. Raises UserError, and RunError for a damaged manifest."""
     where = find(path)
-    plain = manifestfile.read(where)
+    with naming_an_older(path, where):
+        plain = manifestfile.read(where)
     return Contents(
         where, plain["meta"], {name: _stored(about) for name, about in plain["tensors"].items()}, plain["files"]
     )
@@ -97,3 +100,23 @@ def find(path: Path) -> Path:
         if there := folders.steps(folder):
             return folders.path(folder, there[-1])
     raise UserError(f"{path}: no checkpoint there; name a run's out folder, or the folder of one checkpoint")
+
+
+@contextlib.contextmanager
+def naming_an_older(path: Path, where: Path) -> Iterator[None]:
+    """Where the checkpoint in `where`, which `find` took for `path`, turns out to be damaged, let the RunError say
+    which older one looks whole and how to ask for it."""
+    try:
+        yield
+    except RunError as error:
+        newest = folders.step_of(where)
+        if where == path or newest is None:
+            raise
+        older = [folders.path(where.parent, step) for step in folders.steps(where.parent) if step < newest]
+        whole = next(filter(manifestfile.looks_whole, reversed(older)), None)
+        hint = (
+            "and no older one there looks whole"
+            if whole is None
+            else f"the newest before it that looks whole is {whole}; name that folder"
+        )
+        raise RunError(f"{error}; {hint}") from error

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from meshwright.convert import names
 from meshwright.convert.config import config, copy_tokenizer, find_tokenizer, write_json
-from meshwright.convert.contents import find
+from meshwright.convert.contents import find, naming_an_older
 from meshwright.convert.hub import INDEX, SINGLE
 from meshwright.model.build import DTYPES
 from meshwright.spec.boxes import boxes_of_run
@@ -71,7 +71,8 @@ def export(
     if out.exists() or out.is_symlink():
         raise UserError(f"{out}: is there already, and is not overwritten; name a folder that is not")
     where = find(path)
-    found = checkpoint.manifest_of(where)
+    with naming_an_older(path, where):
+        found = checkpoint.manifest_of(where)
     spec = _spec(where, found)
     precision = dtype or str(found.meta["run"]["precision"])
     named = str(found.meta["run"]["data"]["tokenizer"]) if tokenizer is None else tokenizer
@@ -79,7 +80,8 @@ def export(
     about = config(spec, precision, beside)
     shapes = names.parameters(spec)
     _check_names(where, shapes, found)
-    streams = list(_streams(where, found, shapes, DTYPES[precision], advance))
+    stored = _Stored(where, found, path)
+    streams = list(_streams(stored, shapes, DTYPES[precision], advance))
     shards = _shards(streams, shard_size)
     _in_one_rename(out, lambda folder: _fill(folder, shards, about, beside))
     total = sum(stream.nbytes for stream in streams)
@@ -105,10 +107,9 @@ def _check_names(where: Path, shapes: Mapping[str, tuple[int, ...]], found: Mani
 
 
 def _streams(
-    where: Path, found: Manifest, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, advance: Advance
+    stored: _Stored, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, advance: Advance
 ) -> Iterator[Stream]:
     """The parameters in the model's order, each read when it is written."""
-    stored = _Stored(where, found)
     total, done = sum(map(math.prod, shapes.values())) * dtype.itemsize, 0
 
     def runs(name: str) -> Iterator[Tensor]:
@@ -129,10 +130,10 @@ def _streams(
 
 
 class _Stored:
-    """Any run of any tensor of a checkpoint."""
+    """Any run of any tensor of the checkpoint in `where`, which was asked for as `path`."""
 
-    def __init__(self, where: Path, found: Manifest) -> None:
-        self._found = found
+    def __init__(self, where: Path, found: Manifest, path: Path) -> None:
+        self._where, self._found, self._path = where, found, path
         self._reader = Reader(where, found)
         self._metadata = self._reader.read_metadata()
         self._places: dict[torch.dtype, Tensor] = {}
@@ -149,7 +150,8 @@ class _Stored:
             done += box.numel
         planner = LoadParts(parts)
         planner.set_up_planner({}, self._metadata)
-        self._reader.read_data(planner.create_local_plan(), planner).wait()
+        with naming_an_older(self._path, self._where):
+            self._reader.read_data(planner.create_local_plan(), planner).wait()
         return flat
 
 
@@ -190,11 +192,18 @@ def _in_one_rename(out: Path, fill: Callable[[Path], None]) -> None:
         fill(aside)
         folders.flush(aside)
         aside.rename(out)
-        folders.flush(out.parent)
     except OSError as error:
         raise RunError(f"{out} could not be written: {error.strerror or error}") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+    try:
+        folders.flush(out.parent)
+    except OSError as error:
+        why = error.strerror or error
+        raise RunError(
+            f"{out} is in place and whole, but {out.parent} could not be flushed, so that a loss of power may undo it: "
+            f"{why}"
+        ) from error
 
 
 def _clear_leftovers(out: Path) -> None:

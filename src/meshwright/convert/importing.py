@@ -167,7 +167,9 @@ def _write(checkpoints: Path, run: RunSpec, sources: Mapping[str, Weight], folde
             for name in shapes
         }
         Manifest(_meta(run, folder), {FILE: size}, entries).write(aside / manifest.NAME)
-        folders.put_in_place(aside, checkpoints, 0)
+        folders.put_in_place(aside, checkpoints, 0, aside / manifest.NAME)
+    except folders.InPlaceError as error:
+        raise RunError(str(error)) from error
     except OSError as error:
         raise RunError(f"{where} could not be written: {error.strerror or error}") from error
     finally:

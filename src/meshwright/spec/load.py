@@ -26,6 +26,7 @@ from meshwright.spec.words import (
     LATER_VALUES,
     FieldRow,
     expected,
+    item_of,
     join,
     meant,
     meant_value,
@@ -288,6 +289,8 @@ def _explain(root: Node, error: Any) -> str:
     if error["type"] == "missing" and len(fields) == len(error["loc"]):
         section = name.rpartition(".")[0]
         return f"{_told(node, section)}: {name} is missing; give {_takes(name)}"
+    if error["type"] != "missing" and isinstance(node.value, list) and len(error["loc"]) > len(fields):
+        return _wrong_item(node, name, error["loc"][len(fields)])
     wrong = "empty" if node.value is None else show(node.plain())
     told = _told(node, name)
     if node.plain() in LATER_VALUES.get(name, ()):
@@ -296,6 +299,16 @@ def _explain(root: Node, error: Any) -> str:
         return f"{told}: empty; give {_takes(name)}"
     right = meant_value(dict(paths(RunSpec))[name], node.plain())
     return f"{told}: {wrong} is not {_takes(name)}{f'; did you mean {right}?' if right else ''}"
+
+
+def _wrong_item(node: Node, name: str, index: int) -> str:
+    """One item of a list is wrong; the list is none the less one."""
+    item, takes = node.value[index], item_of(dict(paths(RunSpec))[name])
+    right = meant_value(takes, item.plain())
+    return (
+        f"{_told(item, name)}: {show(item.plain())} in {show(node.plain())} is not {expected(takes)}"
+        f"{f'; did you mean {right}?' if right else ''}"
+    )
 
 
 def _takes(name: str) -> str:
@@ -327,8 +340,15 @@ def _nearest(root: Node, name: str) -> Node:
 def _places(root: Node, section: str, message: str) -> str:
     """Where the fields were written that a message about `section` names, else where the section was."""
     written = _written(root)
-    words = re.findall(r"[a-z_][a-z0-9_.]*[a-z0-9_]", message)
-    named = [written.get(f"{section}.{word}" if section else word) or written.get(word) for word in words]
+    words, named = [], []
+    for word, equals in re.findall(r"([a-z_][a-z0-9_.]*[a-z0-9_])(=?)", message):
+        words.append(word)
+        node = written.get(f"{section}.{word}") if section else None
+        # Fields of a run have names that are plain words too, as in "leave it out": these count as "out=…" only.
+        node = node or (written.get(word) if equals or not word.isalpha() else None)
+        # A model that was named as a whole is where its fields were written.
+        above = written.get(word.rpartition(".")[0]) if node is None else None
+        named.append(above if above is not None and not above.is_section else node)
     nodes = [node for node in named if node is not None] or [written[section]] if section in written else named
     if all(
         node is None for node in nodes

@@ -73,6 +73,11 @@ def expected(info: FieldInfo) -> str:
     return _words(info.annotation, info.metadata)
 
 
+def item_of(info: FieldInfo) -> FieldInfo:
+    """What each item of a list takes."""
+    return FieldInfo.from_annotation(get_args(info.annotation)[0])
+
+
 def _words(annotation: Any, limits: Sequence[Any] = ()) -> str:
     origin = get_origin(annotation)
     if origin is Annotated:
@@ -133,9 +138,9 @@ def show(value: Any, limit: int = 60) -> str:
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
-def join(options: Sequence[str]) -> str:
+def join(options: Sequence[str], word: str = "or") -> str:
     """ "a", "a or b", "a, b or c"."""
-    return options[0] if len(options) == 1 else f"{', '.join(options[:-1])} or {options[-1]}"
+    return options[0] if len(options) == 1 else f"{', '.join(options[:-1])} {word} {options[-1]}"
 
 
 def meant(model: type[BaseModel], section: str, key: str) -> list[str]:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from meshwright.comm.mesh import Mesh
 from meshwright.spec.errors import RunError
-from meshwright.train import folders
+from meshwright.train import folders, manifestfile
 from meshwright.train.manifest import Manifest
 from meshwright.train.parts import LoadParts, Part, SaveParts
 from meshwright.train.storage import NotFinite, Reader, Writer
@@ -43,8 +43,9 @@ class CheckpointError(RunError):
 class Saved:
     """How a save ended on this rank.
 
-    error: None, or CheckpointError or NotFinite, which say why there is no such checkpoint. stall: seconds that
-    training stood still for it; seconds: from its beginning to its end.
+    error: None, or CheckpointError or NotFinite, which say why there is no such checkpoint. but: where there is one,
+    in words what failed after it was in place. stall: seconds that training stood still for it; seconds: from its
+    beginning to its end.
     """
 
     step: int
@@ -52,6 +53,7 @@ class Saved:
     error: RunError | None
     stall: float
     seconds: float
+    but: str | None = None
 
 
 class Saver:
@@ -123,8 +125,10 @@ class Saver:
         self.mesh.patience.wait(lambda: running.over, f"the checkpoint of step {running.step}")
         stall = running.stall + time.perf_counter() - began
         where = folders.place(self.folder, running.step)
-        error = _in_words(running.error, where)
-        return Saved(running.step, where, error, stall, running.ended - running.began)
+        seconds, first = running.ended - running.began, _first(running.error)
+        if isinstance(first, folders.InPlaceError):
+            return Saved(running.step, where, None, stall, seconds, but=str(first))
+        return Saved(running.step, where, _in_words(first, where), stall, seconds)
 
     def _copy(self) -> None:
         """The parts as they are now, into buffers that are made at the first save and used again."""
@@ -187,15 +191,18 @@ def _host_buffer(like: Tensor) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")
 
 
-def _in_words(error: BaseException | None, where: Path) -> RunError | None:
-    """What a save's error means; torch collects those of all ranks in one."""
-    if error is None:
-        return None
+def _first(error: BaseException | None) -> BaseException | None:
+    """That of the lowest rank; torch collects those of all in one."""
     if isinstance(error, CheckpointException):
         _, (first, _) = min(error.failures.items())
-        told = _in_words(first, where)
-        assert told is not None
-        return told
+        return first
+    return error
+
+
+def _in_words(error: BaseException | None, where: Path) -> RunError | None:
+    """What a save's error means."""
+    if error is None:
+        return None
     if isinstance(error, NotFinite):
         return error
     if isinstance(error, OSError | RunError):
@@ -234,15 +241,10 @@ def newest(folder: Path, before: int | None = None) -> Newest:
 
 
 def manifest_of(where: Path) -> Manifest:
-    """The manifest of one checkpoint. Raises RunError naming what is missing, damaged or of the wrong length."""
+    """The manifest of one checkpoint. Raises RunError naming what is missing, damaged, of the wrong length or of
+    another step than the folder's."""
     found = Manifest.read(where)
-    for name, size in found.files.items():
-        try:
-            there = (where / name).stat().st_size
-        except OSError as error:
-            raise RunError(f"{where / name} is missing or cannot be read: {error.strerror}") from error
-        if there != size:
-            raise RunError(f"{where / name} is damaged: {there} bytes, {size} were written")
+    manifestfile.look(where, found.meta, found.files)
     found.check_cover()
     return found
 
@@ -251,10 +253,9 @@ def read(where: Path, parts: Sequence[Part], found: Manifest | None = None) -> N
     """Fill `parts` from the checkpoint in `where`. Raises RunError naming a file that is missing or damaged, or a
     tensor that is not there; then some parts may have been filled."""
     reader = Reader(where, manifest_of(where) if found is None else found)
-    try:
-        dcp.load({}, storage_reader=reader, planner=LoadParts(parts), no_dist=True)
-    except CheckpointException as error:
-        raise next(iter(error.failures.values()))[0] from None
+    planner = LoadParts(parts)
+    planner.set_up_planner({}, reader.read_metadata())
+    reader.read_data(planner.create_local_plan(), planner).wait()  # what dcp.load does with no_dist
 
 
 def load(where: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

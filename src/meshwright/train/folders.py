@@ -12,6 +12,7 @@ import contextlib
 import os
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from meshwright.spec.errors import UserError
@@ -20,7 +21,7 @@ from meshwright.spec.run import RunSpec
 FORMER = "former-"
 LATEST = "latest"
 _ASIDE = re.compile(r"\.saving-(\d+)-.*")  # the process that writes or removes it, and what
-_CHECKPOINT = re.compile(r"(former-|superseded-)?step-\d{8,}(-\d+)?")
+_CHECKPOINT = re.compile(r"(?:former-|superseded-)?step-(\d{8,})(?:-\d+)?")
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -50,7 +51,13 @@ def steps(folder: Path) -> list[int]:
 
 def is_checkpoint(folder: Path) -> bool:
     """Whether the name of `folder` says that it is, or was, a checkpoint."""
-    return _CHECKPOINT.fullmatch(folder.name) is not None
+    return step_of(folder) is not None
+
+
+def step_of(folder: Path) -> int | None:
+    """The step that the name of `folder` says, None where it says none."""
+    match = _CHECKPOINT.fullmatch(folder.name)
+    return int(match[1]) if match else None
 
 
 def check_resume(run: RunSpec) -> None:
@@ -70,38 +77,61 @@ def aside(target: Path, what: str = "") -> Path:
     return target.with_name(f".saving-{os.getpid()}-{what}{target.name}")
 
 
-def put_in_place(prepared: Path, folder: Path, step: int) -> None:
-    """Make the folder `prepared`, whose files are flushed, the checkpoint of `step`, and then let "latest" name it,
-    for whoever looks at the folder from outside. Raises OSError."""
+class InPlaceError(OSError):
+    """A checkpoint is in place and whole; what was to be done after its rename failed."""
+
+
+def put_in_place(prepared: Path, folder: Path, step: int, *unflushed: Path) -> None:
+    """Make the folder `prepared` the checkpoint of `step`, and then let "latest" name it, for whoever looks at the
+    folder from outside. Its files are flushed, but for `unflushed`. Raises OSError, InPlaceError where only the latter
+    failed."""
     target, before = place(folder, step), former(folder, step)
     pointer = aside(folder / LATEST)
     try:
         # Written first: a disk that is full is noticed while nothing has changed.
-        with open(pointer, "w", encoding="utf-8") as file:
-            file.write(f"{target.name}\n")
-            file.flush()
-            os.fsync(file.fileno())
-        flush(prepared)
+        pointer.write_text(f"{target.name}\n", encoding="utf-8")
+        flush(*unflushed, pointer, prepared)
         again = target.exists()
         if again:
             os.rename(target, before)
         os.rename(prepared, target)
-        flush(folder)
-        os.rename(pointer, folder / LATEST)
     except OSError:
-        with contextlib.suppress(OSError):
-            pointer.unlink()
+        _unlink(pointer)
         raise
+    what = f"{folder} could not be flushed, so that a loss of power may undo it"
+    try:
+        flush(folder)
+        what = f"{folder / LATEST} does not name it"
+        os.rename(pointer, folder / LATEST)
+    except OSError as error:
+        _unlink(pointer)
+        raise InPlaceError(f"{target} is in place, but {what}: {error.strerror or error}") from error
     if again:
         remove(before)
 
 
+def _unlink(file: Path) -> None:
+    with contextlib.suppress(OSError):
+        file.unlink()
+
+
 def prune(folder: Path, step: int, keep: int, keep_every: int) -> None:
-    """Remove all but `step`, the `keep` − 1 newest others, and every step that `keep_every` divides (0: none)."""
-    others = [s for s in steps(folder) if s != step]
-    for old in others[::-1][keep - 1 :]:
-        if not (keep_every and old % keep_every == 0):
-            remove(path(folder, old))
+    """Remove all but `step`, the `keep` − 1 newest others, and every step that `keep_every` divides (0: none).
+
+    Raises InPlaceError, for `step` is, where one cannot be removed.
+    """
+    here, left = place(folder, step), []
+    try:
+        others = [s for s in steps(folder) if s != step]
+        for old in others[::-1][keep - 1 :]:
+            if not (keep_every and old % keep_every == 0):
+                where = path(folder, old)
+                remove(where)
+                left += [where] if where.exists() else []
+    except OSError as error:
+        raise InPlaceError(f"{here} is in place, but older ones could not be removed: {error.strerror}") from error
+    if left:
+        raise InPlaceError(f"{here} is in place, but {left[0]} could not be removed")
 
 
 def set_aside(folder: Path, after: int) -> list[int]:
@@ -162,9 +192,19 @@ def lives(process: int) -> bool:
     return True
 
 
-def flush(folder: Path) -> None:
-    """Let the disk have the folder's names. Raises OSError."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def flush(*paths: Path) -> None:
+    """Let the disk have the content of files and the names in folders. Raises OSError."""
+    if len(paths) == 1:
+        _flush(*paths)
+        return
+    # At the same time: the file system writes its journal once for all of them.
+    with ThreadPoolExecutor(len(paths), "flush") as together:
+        for flushed in [together.submit(_flush, path) for path in paths]:
+            flushed.result()
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

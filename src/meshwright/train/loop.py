@@ -16,7 +16,8 @@ from meshwright.spec.errors import FailsAgainError, RunError, UserError
 from meshwright.spec.exits import OK
 from meshwright.spec.load import dump_run
 from meshwright.spec.run import RunSpec
-from meshwright.train import attempts, checkpoint, folders, state
+from meshwright.spec.words import join
+from meshwright.train import attempts, checkpoint, folders, manifestfile, state
 from meshwright.train.bigram import bigram_loss
 from meshwright.train.data import Dataset
 from meshwright.train.folders import check_resume
@@ -121,24 +122,22 @@ class Loop:
             step = int(chosen)
             if step < 0:
                 return 0
-            wrong = self._load(folders.path(self.checkpoints, step), step)
+            wrong = self._load(folders.path(self.checkpoints, step))
             if wrong is None:
                 return step
             if self.resume != "auto":
-                raise FailsAgainError(wrong)
+                raise FailsAgainError(f"{wrong}; {self._others(step)}")
             before = step
             skipped.append(wrong)
             self._warn_passed_over(wrong)
 
-    def _load(self, where: Path, step: int) -> str | None:
-        """Take over the checkpoint of `step`; returns in words what is wrong with it, on all ranks alike, or None."""
+    def _load(self, where: Path) -> str | None:
+        """Take over the checkpoint in `where`; returns in words what is wrong with it, on all ranks alike, or None."""
         world, device = self.mesh.world_group, self.mesh.device
         self.mesh.blackbox.note("reading a checkpoint")
         found, error = None, None
         try:
             found = checkpoint.manifest_of(where)
-            if found.meta["step"] != step:
-                raise RunError(f"{where} holds step {found.meta['step']}: somebody has renamed it")
         except RunError as exc:
             error = exc
         wrong = first_error(world, device, error)
@@ -200,6 +199,21 @@ class Loop:
             self.progress.message(f"starting fresh: no checkpoint in {self.checkpoints}")
             return -1
         return newest.step
+
+    def _others(self, damaged: int) -> str:
+        """What to do where the checkpoint that was asked for by number is damaged."""
+        others = [step for step in folders.steps(self.checkpoints) if step != damaged]
+        whole = [step for step in others if manifestfile.looks_whole(folders.path(self.checkpoints, step))]
+        if not whole:
+            return (
+                "there is no other that looks whole; put it back from a backup, or write checkpoint.resume=never to "
+                "begin anew (what is there is kept, set aside)"
+            )
+        which = f"step {whole[0]} looks" if len(whole) == 1 else f"steps {join(list(map(str, whole)), 'and')} look"
+        return (
+            f"{which} whole: write checkpoint.resume={whole[-1]}{', say' if len(whole) > 1 else ''}, or auto for the "
+            "newest that is, or put this one back from a backup"
+        )
 
     def _warn_passed_over(self, wrong: str) -> None:
         self.progress.message(f"warning: passed over a checkpoint that is not whole: {wrong}")
@@ -382,6 +396,8 @@ class Loop:
                 raise error
             return
         self.progress.message(f"step {saved.step}: saved {saved.where}; training waited {saved.stall:.2f} s for it")
+        if saved.but is not None:
+            self.progress.message(f"warning: {saved.but}")
         figures = {"seconds": saved.seconds, "stall": saved.stall}
         self.metrics.write(saved.step, "checkpoint", figures)
 

@@ -13,9 +13,7 @@ Names are the public (Hugging Face) ones behind the kind: model, exp_avg, exp_av
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,12 +78,8 @@ class Manifest:
                 raise RunError(f"{name} is not whole: {wrong or f'it has boxes in {lost[0]}, which is not listed'}")
 
     def write(self, path: Path) -> None:
-        """Write it as JSON and flush it to the disk. Raises OSError."""
-        plain = self._plain()
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(plain | {"crc32": manifestfile.checksum(plain)}, file)
-            file.flush()
-            os.fsync(file.fileno())
+        """Write it as JSON; `folders.put_in_place` flushes it. Raises OSError."""
+        manifestfile.write(path, self._plain())
 
     def _plain(self) -> dict[str, Any]:
         tensors = {

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.spec.errors import RunError
+from meshwright.train import folders
 
 NAME = "manifest.json"
 _FORMER_NAME = "meta.json"  # what stood in its place before version 1
 FORMAT, VERSION = "meshwright checkpoint", 1
-ITEMSIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+ITEMSIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "BOOL": 1}
+ITEMSIZES |= {"U64": 8, "U32": 4, "U16": 2, "U8": 1}
 """Bytes of an element, by safetensors' name of the dtype."""
 
 
@@ -40,6 +42,36 @@ def read(folder: Path) -> dict[str, Any]:
     if plain["version"] != VERSION:
         raise RunError(f"{path} is of version {plain['version']} of the format; this release reads {VERSION}")
     return plain
+
+
+def write(path: Path, plain: Mapping[str, Any]) -> None:
+    """Write what `read` reads. Raises OSError."""
+    path.write_text(json.dumps({**plain, "crc32": checksum(plain)}), encoding="utf-8")
+
+
+def look(folder: Path, meta: Mapping[str, Any], files: Mapping[str, int]) -> None:
+    """What can be told of a checkpoint without reading its files: that each is there with its length, and that the
+    folder is that of its step. Raises RunError."""
+    named, step = folders.step_of(folder.absolute()), meta.get("step")
+    if named is not None and step is not None and step != named:
+        raise RunError(f"{folder} holds step {step}: somebody has renamed it")
+    for name, size in files.items():
+        try:
+            there = (folder / name).stat().st_size
+        except OSError as error:
+            raise RunError(f"{folder / name} is missing or cannot be read: {error.strerror}") from error
+        if there != size:
+            raise RunError(f"{folder / name} is damaged: {there} bytes, {size} were written")
+
+
+def looks_whole(folder: Path) -> bool:
+    """Whether `look` finds nothing; checksums of the files are taken when they are read."""
+    try:
+        plain = read(folder)
+        look(folder, plain["meta"], plain["files"])
+    except RunError:
+        return False
+    return True
 
 
 def checksum(plain: Mapping[str, Any]) -> int:

@@ -141,7 +141,8 @@ class LoadParts(LoadPlanner):
         assert index.index is not None
         tensor = self._parts[index.fqn][index.index].tensor
         for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            tensor = tensor.narrow(dim, offset, length)
+            if length != tensor.shape[dim]:
+                tensor = tensor.narrow(dim, offset, length)
         return tensor
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:

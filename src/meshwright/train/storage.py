@@ -20,7 +20,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -56,8 +56,9 @@ class Writer(StorageWriter):
     """Writes the checkpoint of `step` below `folder`; see folders.py for what becomes of older ones.
 
     meta: JSON that goes into the manifest. advance: called again and again while this rank writes. Each rank makes
-    one; the coordinator's places and prunes. Raises OSError where the file system refuses, NotFinite where a tensor is
-    not finite; then call `give_up`, or the next save clears away what was written.
+    one; the coordinator's places and prunes. Raises OSError where the file system refuses (folders.InPlaceError where
+    that was after the checkpoint was in place), NotFinite where a tensor is not finite; then call `give_up`, or the
+    next save clears away what was written.
     """
 
     def __init__(
@@ -102,11 +103,17 @@ class Writer(StorageWriter):
         return future
 
     def _write(self, aside: Path, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        if not items:
-            return []
         pickled = next((item.index.fqn for item in items if item.type is WriteItemType.BYTE_IO), None)
         if pickled is not None:
             raise RunError(f"{pickled} is no tensor; only tensors are saved, because the rest would be pickled")
+        # A tensor without elements is whole without boxes; and torch plans empty ones for ranks that have no rows.
+        items = [item for item in items if _box(item).numel]
+        if not items:
+            return []
+        odd = next((item for item in items if _dtype(item) not in tensorfile.DTYPES), None)
+        if odd is not None:
+            kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in tensorfile.DTYPES)
+            raise RunError(f"{odd.index.fqn} is of dtype {_dtype(odd)}; what is saved is {kinds}")
         if not aside.is_dir():
             raise FileNotFoundError(f"{aside} is not seen by rank {self._rank}: all machines must share the folder")
         keys = {_key(item): item for item in items}
@@ -137,7 +144,7 @@ class Writer(StorageWriter):
             if (self._aside / file).stat().st_size != size:
                 raise OSError(f"{self._aside / file} is not as long as what was written")
         whole.write(self._aside / manifest.NAME)
-        folders.put_in_place(self._aside, self.folder, self.step)
+        folders.put_in_place(self._aside, self.folder, self.step, self._aside / manifest.NAME)
         folders.prune(self.folder, self.step, self.keep, self.keep_every)
 
     def give_up(self) -> None:
@@ -190,15 +197,12 @@ class Reader(StorageReader):
             stored = self._stored(item)
             by_file.setdefault(stored.file, []).append((item, stored))
         for file, items in by_file.items():
+            # All is laid out before anything is read: between blocks that pass through it, little stays in the cache.
+            reads = [self._to_read(item, stored, planner) for item, stored in sorted(items, key=_place)]
             try:
                 with open(self.folder / file, "rb", buffering=0) as stream:
-                    for item, stored in sorted(items, key=lambda pair: pair[1].stored.start):
-                        target = planner.resolve_tensor(item).detach()
-                        dtype = self.manifest.tensors[item.storage_index.fqn].dtype
-                        part = Box(tuple(item.storage_offsets), tuple(item.lengths))
-                        self._read(stream, stored, dtype, part, target)
-                        planner.commit_tensor(item, target)
-                    self._reader.settle()
+                    for read in reads:
+                        read(stream)
             except OSError as error:
                 why = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
                 raise RunError(f"{self.folder / file} {why}") from error
@@ -215,23 +219,41 @@ class Reader(StorageReader):
             return boxes[index.index]
         return next(b for b in boxes if b.box.offsets == tuple(index.offset or ()))
 
-    def _read(self, stream: Any, stored: StoredBox, dtype: torch.dtype, part: Box, target: Tensor) -> None:
+    def _to_read(self, item: ReadItem, stored: StoredBox, planner: LoadPlanner) -> Callable[[BinaryIO], None]:
+        """What reads `item` from its file into the planner's tensor."""
+        target = planner.resolve_tensor(item).detach()
+        dtype = self.manifest.tensors[item.storage_index.fqn].dtype
+        part = Box(tuple(item.storage_offsets), tuple(item.lengths))  # within the stored box
+        strides, nbytes = _strides(stored.box.sizes), stored.box.numel * dtype.itemsize
+        first, span = _run(part, strides)
+        straight = span == part.numel and target.is_contiguous() and target.dtype == dtype
+        into = tensorfile.as_bytes(target) if straight else None
+
+        def read(stream: BinaryIO) -> None:
+            if into is not None:
+                self._reader.read(stream, stored.stored, nbytes, first * dtype.itemsize, into)
+            else:
+                self._by_slabs(stream, stored, dtype, part, target)
+            planner.commit_tensor(item, target)
+
+        return read
+
+    def _by_slabs(self, stream: BinaryIO, stored: StoredBox, dtype: torch.dtype, part: Box, target: Tensor) -> None:
         """Elements `part` of the stored box (offsets within it) into `target`, of the part's sizes."""
         item, strides = dtype.itemsize, _strides(stored.box.sizes)
         nbytes = stored.box.numel * item
-        first, span = _run(part, strides)
-        if span == part.numel and target.is_contiguous() and target.dtype == dtype:
-            self._reader.read(stream, stored.stored, nbytes, first * item, tensorfile.as_bytes(target))
-            return
         for box in _slabs(part, strides, max(SLAB // item, 1)):
             first, span = _run(box, strides)
             elements = torch.empty(span, dtype=dtype)
             self._reader.read(stream, stored.stored, nbytes, first * item, tensorfile.as_bytes(elements))
-            self._reader.settle()
             into = target
             for dim, (offset, origin, size) in enumerate(zip(box.offsets, part.offsets, box.sizes, strict=True)):
                 into = into.narrow(dim, offset - origin, size)
             into.copy_(elements.as_strided(into.shape, strides))
+
+
+def _place(pair: tuple[ReadItem, StoredBox]) -> int:
+    return pair[1].stored.start
 
 
 def _run(part: Box, strides: tuple[int, ...]) -> tuple[int, int]:
@@ -269,18 +291,25 @@ def _box(item: WriteItem) -> Box:
     return Box(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
 
 
+def _dtype(item: WriteItem) -> torch.dtype:
+    assert item.tensor_data is not None
+    return item.tensor_data.properties.dtype
+
+
 def _key(item: WriteItem) -> str:
     return f"{item.index.fqn}@{','.join(map(str, _box(item).offsets))}"
 
 
 def _nbytes(item: WriteItem) -> int:
     assert item.tensor_data is not None
-    return _box(item).numel * item.tensor_data.properties.dtype.itemsize
+    return _box(item).numel * _dtype(item).itemsize
 
 
-def _check_finite(key: str, tensor: Tensor) -> None:
-    if tensor.is_floating_point() and tensor.numel():
-        # NaN spoils both; takes no memory.
-        lowest, highest = torch.aminmax(tensor)
-        if not (torch.isfinite(lowest) and torch.isfinite(highest)):
-            raise NotFinite(f"{key.rpartition('@')[0]} is not finite")
+def _check_finite(key: str, block: Tensor) -> None:
+    """Raise NotFinite where an element of `block` is not."""
+    # A sum is infinite or NaN if any element is, takes half the time of the extremes, and no memory; that of large
+    # numbers may overflow, so the extremes, which NaN spoils both, have the last word.
+    if not block.is_floating_point() or torch.isfinite(block.sum()):
+        return
+    if not all(map(torch.isfinite, torch.aminmax(block))):
+        raise NotFinite(f"{key.rpartition('@')[0]} is not finite")

@@ -3,17 +3,18 @@
 The format: 8 bytes N, little-endian; N bytes of JSON, name → dtype, shape, data_offsets; then the tensors' bytes.
 (https://github.com/huggingface/safetensors#format). The library's own writer needs tensors that share no storage, so
 it would cost a copy of all of them, and a second reading for checksums; its reader maps the file, so that a damaged
-disk shows as a signal and not as an error.
+disk shows as a signal and not as an error. docs/decisions/one-pass.md has what else was tried.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import json
 import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -25,12 +26,15 @@ from meshwright.train.checksum import checksum
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint64: "U64", torch.uint32: "U32",
+    torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 BLOCK = 1 << 22
 """Bytes of a tensor under one checksum: what must be read to trust a part of it."""
 _ALIGN = 8
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE: the file is as long as what has been written
 _FLUSH_EVERY = 1 << 26  # bytes; so that the last flush, which tells of no advance, has little to do on a slow disk
 
 
@@ -51,14 +55,15 @@ class Stream:
     """A tensor that is written without being in memory as a whole.
 
     runs: makes its elements anew, in C order, as consecutive parts on any device; each but the last has a multiple of
-    BLOCK bytes, and may lie where the one before lay. check: may raise what ends the writing.
+    BLOCK bytes, and may lie where the one before lay. check: is given the elements of each block before it is
+    written, and may raise what ends the writing.
     """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     runs: Callable[[], Iterator[Tensor]]
-    check: Callable[[], None] = lambda: None
+    check: Callable[[Tensor], None] = lambda block: None
 
     @property
     def nbytes(self) -> int:
@@ -73,9 +78,9 @@ def write(
 ) -> tuple[int, dict[str, Stored]]:
     """Write `tensors` by name, on any device and with any strides, and flush them to the disk.
 
-    `advance` is called after each block; `check` of each tensor, in a thread, may raise what ends the writing. Returns
-    the file's bytes and where each tensor lies. Takes memory only for a tensor that is not contiguous or not on the
-    CPU. Raises OSError, and KeyError for a dtype that the format lacks.
+    `advance` is called after each block; `check`, of each block's name and elements before it is written, may raise
+    what ends the writing. Returns the file's bytes and where each tensor lies. Takes memory only for a tensor that is
+    not contiguous or not on the CPU. Raises OSError, and KeyError for a dtype that the format lacks.
     """
     return write_streams(path, [_stream(name, tensor, check) for name, tensor in tensors], advance)
 
@@ -84,7 +89,7 @@ def _stream(name: str, tensor: Tensor, check: Callable[[str, Tensor], None]) -> 
     def runs() -> Iterator[Tensor]:
         yield tensor.detach().cpu().contiguous()
 
-    return Stream(name, tensor.dtype, tuple(tensor.shape), runs, lambda: check(name, tensor))
+    return Stream(name, tensor.dtype, tuple(tensor.shape), runs, lambda block: check(name, block))
 
 
 def write_streams(
@@ -97,29 +102,37 @@ def write_streams(
     # Wide items first keep every tensor aligned to its item, which readers ask for.
     ordered = sorted(streams, key=lambda stream: (-stream.dtype.itemsize, stream.name))
     stored: dict[str, Stored] = {}
-    with (
-        open(path, "wb", buffering=0) as file,
-        _Flushing(file.fileno()) as flushing,
-        ThreadPoolExecutor(1, "checksums") as beside,
-    ):
-        _put(file, memoryview(_header(ordered, metadata)))
+    header = _header(ordered, metadata)
+    size = len(header) + sum(stream.nbytes for stream in ordered)
+    with open(path, "wb", buffering=0) as file, _Flushing(file.fileno()) as flushing:
+        _reserve(file.fileno(), size)
+        _put(file, memoryview(header))
         for stream in ordered:
             start = file.tell()
-            checked = beside.submit(stream.check)
+            # All that is done to a block is done while it is in the processor's cache.
             sums: list[int] = []
             for block in _blocks(stream):
-                summed = beside.submit(checksum, block)
+                sums.append(checksum(block))
                 _put(file, block)
-                sums.append(summed.result())
                 flushing.written(len(block))
                 advance()
             assert file.tell() - start == stream.nbytes, stream.name
-            checked.result()
             stored[stream.name] = Stored(start, tuple(sums))
-        size = file.tell()
+        assert file.tell() == size
         flushing.join()
         os.fsync(file.fileno())
     return size, stored
+
+
+def _reserve(descriptor: int, nbytes: int) -> None:
+    """Have the disk set `nbytes` aside, where it can: writing them takes a quarter less, and a full disk is noticed at
+    once. Raises OSError where there is no room."""
+    # Not posix_fallocate, which writes to every page where the file system cannot, and makes the file look whole.
+    fallocate = getattr(_LIBC, "fallocate", None)
+    if fallocate is not None and fallocate(descriptor, _KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(nbytes)):
+        code = ctypes.get_errno()
+        if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise OSError(code, os.strerror(code))
 
 
 class _Flushing:
@@ -180,9 +193,11 @@ def _blocks(stream: Stream) -> Iterator[memoryview]:
     part = 0
     for run in stream.runs():
         assert part % BLOCK == 0 and run.dtype == stream.dtype, stream.name
-        content = memoryview(as_bytes(run.cpu()).numpy())
+        flat = run.cpu().view(-1)
+        content, item = memoryview(as_bytes(flat).numpy()), flat.element_size()
         part = len(content)
         for start in range(0, part, BLOCK):
+            stream.check(flat[start // item : -(-(start + BLOCK) // item)])
             yield content[start : start + BLOCK]
 
 
@@ -198,21 +213,11 @@ def _put(stream: BinaryIO, content: memoryview) -> None:
 
 
 class Reader:
-    """Reads parts of stored tensors, each block against its checksum. Holds one block in memory.
-
-    What is read may be trusted after `settle`: checksums are taken in a thread, while more is read.
-    """
+    """Reads parts of stored tensors, each block against its checksum, at once, while it is in the processor's cache.
+    Holds one block in memory."""
 
     def __init__(self) -> None:
         self._block = torch.empty(BLOCK, dtype=torch.uint8)
-        self._beside = ThreadPoolExecutor(1, "checksums")
-        self._sums: list[tuple[Future[int], int]] = []
-
-    def settle(self) -> None:
-        """Raise Damaged where a checksum of what has been read so far differs."""
-        sums, self._sums = self._sums, []
-        for found, expected in sums:
-            _compare(found.result(), expected)
 
     def read(self, stream: BinaryIO, stored: Stored, nbytes: int, first: int, into: Tensor) -> None:
         """Bytes [first, first + len(into)) of a tensor of `nbytes` bytes into a uint8 tensor on any device.
@@ -221,25 +226,25 @@ class Reader:
         """
         end = first + len(into)
         assert 0 <= first <= end <= nbytes
+        on_host = memoryview(into.numpy()) if into.device.type == "cpu" else None
         for number in range(first // BLOCK, -(-end // BLOCK)):
             start, stop = number * BLOCK, min((number + 1) * BLOCK, nbytes)
             # A block that is wanted whole is read where it belongs.
-            whole = first <= start and stop <= end and into.device.type == "cpu"
-            block = into[start - first : stop - first] if whole else self._block[: stop - start]
-            content = memoryview(block.numpy())
-            stream.seek(stored.start + start)
-            if _fill(stream, content) < stop - start:
-                raise Damaged("it is shorter than what was written")
-            if whole:
-                self._sums.append((self._beside.submit(checksum, content), stored.sums[number]))
-            else:
-                _compare(checksum(content), stored.sums[number])
-                low, high = max(start, first), min(stop, end)
-                into[low - first : high - first].copy_(block[low - start : high - start])
+            if on_host is not None and first <= start and stop <= end:
+                _read_block(stream, stored, number, on_host[start - first : stop - first])
+                continue
+            block = self._block[: stop - start]
+            _read_block(stream, stored, number, memoryview(block.numpy()))
+            low, high = max(start, first), min(stop, end)
+            into[low - first : high - first].copy_(block[low - start : high - start])
 
 
-def _compare(found: int, expected: int) -> None:
-    if found != expected:
+def _read_block(stream: BinaryIO, stored: Stored, number: int, into: memoryview) -> None:
+    stream.seek(stored.start + number * BLOCK)
+    if _fill(stream, into) < len(into):
+        raise Damaged("it is shorter than what was written")
+    # At once, while it is in the processor's cache.
+    if checksum(into) != stored.sums[number]:
         raise Damaged("its checksum is not what was written")
 
 

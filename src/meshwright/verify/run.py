@@ -6,6 +6,7 @@ import contextlib
 import json
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -45,13 +46,15 @@ def verify(
     as_is: bool = False,
     debug: bool = False,
     worker: str = WORKER,
+    begins: Callable[[], None] = lambda: None,
 ) -> Report:
     """Prove `run`'s layout over `steps` optimizer steps in `precision`.
 
     The model and batch are small ones of the same family and options, or with `as_is` the run's own; the tokens are
     random either way. Of `grad_dtype` and `reduce_dtype` what goes with `precision` holds, the other is auto. The
-    layout must be resolved. `worker` is the module (or script) that the ranks run. Raises UserError for what cannot be
-    proven, Unfinished where the ranks fail or are stopped.
+    layout must be resolved. `worker` is the module (or script) that the ranks run; `begins` is called when nothing
+    stands against comparing any more. Raises UserError for what cannot be proven, Unfinished where the ranks fail or
+    are stopped.
     """
     if run.device == "cuda":
         raise UserError("device: verify compares on the CPU for now; use device=cpu")
@@ -64,6 +67,7 @@ def verify(
     run = _in(precision, run)
     if not as_is:
         run = small_run(run)
+    begins()
     ranks = run_ranks(run, steps, debug=debug, worker=worker)
     return judge(run, steps, ranks, reference(run, proof_data(run), steps))
 
