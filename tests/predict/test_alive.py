@@ -27,7 +27,8 @@ def block(index: int) -> tuple[Storage, ...]:
 PARTS = Parts(
     (Storage("embed", "positions", BEFORE),),
     tuple(map(block, range(4))),
-    (Storage("head", "states", HEAD), Storage("", "log-softmax", LOSS)),
+    (Storage("head", "states", HEAD),),
+    (Storage("head", "log-softmax", LOSS),),
 )
 
 
@@ -49,8 +50,8 @@ def test_a_block_stands_on_what_the_blocks_before_it_keep(layout, kept):
     assert found.block_begins == [BEFORE + index * kept for index in range(4)]
     assert found.block_ends == [begin + SAVED for begin in found.block_begins]
     assert found.before("head") == BEFORE + 4 * kept
-    assert found.before("") == found.before("head") + HEAD
-    assert found.everything == found.before("nowhere") == found.before("") + LOSS
+    assert found.logits == found.before("head") + HEAD
+    assert found.everything == found.before("nowhere") == found.logits + LOSS
     assert found.before("layers.2.mlp") == found.before("nowhere", "layers.2.mlp") == found.block_ends[2] - INNER
 
 
@@ -79,6 +80,6 @@ def test_offloaded_the_device_has_what_is_saved_of_the_region_alone():
 
 
 def test_without_a_sequence_nothing_is():
-    found = Alive(Parts((), ((),) * 4, ()), Layout(dp=1, recompute="selective"))
+    found = Alive(Parts((), ((),) * 4, (), ()), Layout(dp=1, recompute="selective"))
     assert found.everything == found.recomputing(3, "core") == 0
     assert found.block_begins == found.block_ends == [0] * 4
