@@ -238,3 +238,16 @@ def test_an_embedding_is_not_gathered_for_backward():
     with mock.patch.object(Residency, "_ask", asked):
         step(sharded, [torch.arange(5)])
     assert gathered == ["embedding", "blocks.0", "head", "blocks.0"]
+
+
+def test_an_evaluation_within_a_step_frees_nothing_that_is_held_for_it():
+    sharded = shard(Chain(), Mesh.single(torch.device("cpu")), 3, options=Options(gather="step"))
+    sharded.begin()
+    sharded.micro(last=True)
+    loss = sharded.module(torch.ones(1, 4))
+    with torch.no_grad():
+        sharded.module(torch.ones(1, 4))
+    assert len(whole(sharded)) == 4
+    loss.backward()
+    sharded.end_micro()
+    assert whole(sharded) == []
