@@ -13,6 +13,8 @@ gathered unit or temporary meets most of what is still saved:
                  out and outputs are kept, for those of later operators are there too; else the MLP is fuller
     MLP          the gradients of its activations, then one of its weights; the unit and those ahead
     attention    the gradients of q, k, v, and of the scores where it is written out; the unit and those ahead
+    q, k, v      with tensor ranks: the gradients of their outputs, input and weights, the latter all at once; with
+                 sequence parallelism also their input gathered again. The same of the MLP's first products
     embedding    its whole gradient, though few rows of it differ from zero
     update       a part of the gradients in the master weights' dtype, where theirs is narrower
     ===========  ====================================================================================================
@@ -81,7 +83,7 @@ def written_out(run: RunSpec, *, cpu: bool) -> bool:
 
 
 def loss_workspace(
-    spec: ModelSpec, *, tokens: int, dtype_bytes: int, loss: Literal["full", "chunked"]
+    spec: ModelSpec, *, tokens: int, dtype_bytes: int, loss: Literal["full", "chunked"], tp: int = 1
 ) -> dict[str, int]:
     """What the loss of `tokens` tokens holds at its peak beside saved activations.
 
@@ -89,16 +91,24 @@ def loss_workspace(
     ("logits"), both in float32 at least; forward has no more. Chunked: beside the hidden states the logits and
     log-softmax of one chunk, and where parameters are narrow the logits in float32 and the head's gradient as it is
     summed; or later the scaled gradients of hidden states and head.
+
+    Tensor ranks have the logits of their words, and compute the gradient in place of the softmax: one copy less, but
+    for that in another dtype.
     """
-    wide = max(dtype_bytes, 4)
-    if loss == "full" or not tokens:
-        copy = tokens * spec.vocab * wide
-        return {"logits": copy, "loss workspace": copy}
-    copy = min(tokens, LOSS_ROWS) * spec.vocab
-    head = spec.vocab * spec.hidden
+    wide, words = max(dtype_bytes, 4), -(-spec.vocab // tp)
     narrow = dtype_bytes < wide
+    if loss == "full" or not tokens:
+        copy = tokens * words
+        if tp > 1:
+            return {"logits": copy * dtype_bytes, "loss workspace": copy * wide if narrow else 0}
+        return {"logits": copy * wide, "loss workspace": copy * wide}
+    copy = min(tokens, LOSS_ROWS) * words
+    head = words * spec.hidden
     states = tokens * spec.hidden * dtype_bytes
-    chunk = states + (2 * copy * wide + head * (wide - dtype_bytes) if narrow else copy * wide)
+    if tp > 1:  # the product of a chunk for the head's gradient meets the softmax
+        chunk = states + (copy * wide + head * wide if narrow else 0)
+    else:
+        chunk = states + (2 * copy * wide + head * (wide - dtype_bytes) if narrow else copy * wide)
     product = states + head * wide if narrow else 0
     scaled = states + head * dtype_bytes - copy * dtype_bytes
     return {"logits": copy * dtype_bytes, "loss workspace": max(chunk, product, scaled)}
@@ -117,6 +127,8 @@ def moments(run: RunSpec, layout: Layout, sequences: int, *, cpu: bool) -> Itera
                 yield from step.recompute(index)
             yield from step.mlp(index)
             yield step.attention(index)
+            if layout.tp > 1:
+                yield step.columns(index)
         yield step.embedding()
     yield step.update()
 
@@ -126,31 +138,38 @@ class _Step:
 
     def __init__(self, run: RunSpec, layout: Layout, sequences: int, cpu: bool) -> None:
         self.run, self.layout, self.spec = run, layout, run.model
-        self.tokens = sequences * run.data.seq_len
+        self.tokens, tp = sequences * run.data.seq_len, layout.tp
         self.size = DTYPE_BYTES[run.precision]
         self.wide = max(self.size, 4)
         self.padded = list(padded(run, layout).values())
-        held = list(enumerate(units(self.spec, layout.join).values()))  # units by their place in forward
+        held = list(enumerate(units(self.spec, layout.join, layout).values()))  # units by their place in forward
         self.last = len(held) - 1
         self.tied = {place for place, unit in held if unit.tied}
         self.lookup = {place for place, unit in held if unit.lookup}
         self.block = {tensor.block: place for place, unit in held for tensor in unit.tensors}
-        self.kept = reductions.kept(run, layout) if cpu else None
+        self.whole = self.tokens * self.spec.hidden * self.size  # hidden states of whole sequences
+        self.hidden = self.whole // (tp if layout.sp else 1)  # and of what this rank has of them
+        # Gathered, the parts lie one after the other, and are put in order where there are several sequences.
+        self.gathered = (1 + (sequences > 1)) * self.whole if layout.sp else 0
+        self.kept = reductions.kept(run, layout, self.whole if layout.sp else 0) if cpu else None
         self.wholes = reductions.wholes(run, layout)
         self.alive = Alive(activations.storages(run.model, layout, **_sizes(run, sequences, cpu)), layout)
         self.region = layout.region(self.spec.layers)
-        self.hidden = self.tokens * self.spec.hidden * self.size
-        self.ffn = self.tokens * self.spec.ffn_width * self.size
-        heads = self.spec.heads + 2 * self.spec.num_kv_heads
-        self.heads = self.tokens * heads * self.spec.head_width * self.size  # q, k and v
+        self.width = self.spec.ffn_width // tp  # of this rank's part of the MLP
+        self.ffn = self.tokens * self.width * self.size
+        heads, kv_heads = self.spec.heads // tp, -(-self.spec.num_kv_heads // tp)
+        self.qkv = (heads + 2 * kv_heads) * self.spec.head_width
+        self.heads = self.tokens * self.qkv * self.size  # q, k and v
         self.written_out = written_out(run, cpu=cpu)
-        self.scores = sequences * self.spec.heads * run.data.seq_len**2
+        self.scores = sequences * heads * run.data.seq_len**2
         self.scores *= self.size if run.attention == "explicit" else self.wide
-        self.table = self.spec.vocab * self.spec.hidden * self.size
+        self.words = -(-self.spec.vocab // tp)
+        self.table = self.words * self.spec.hidden * self.size
         self.llama = self.spec.family == "llama"
 
     def loss(self) -> Moment:
-        workspace = loss_workspace(self.spec, tokens=self.tokens, dtype_bytes=self.size, loss=self.run.loss)
+        tp = self.layout.tp
+        workspace = loss_workspace(self.spec, tokens=self.tokens, dtype_bytes=self.size, loss=self.run.loss, tp=tp)
         by_step = self.layout.zero_gather == "step"
         stay = range(self.last + 1) if by_step else self.tied | {self.last}
         return self._moment("loss", self.last, {"activations": self.alive.everything, **workspace}, gathered=stay)
@@ -158,9 +177,9 @@ class _Step:
     def head(self) -> Moment:
         lines = {
             "activations": self.alive.logits,
-            "logits": self.tokens * self.spec.vocab * self.size,
+            "logits": self.tokens * self.words * self.size,
             "fresh gradients": self.table,
-            "temporaries": self.hidden,
+            "temporaries": self.whole + self._scattered,
         }
         return self._moment("head", self.last, lines)
 
@@ -192,26 +211,49 @@ class _Step:
         what, place = f"MLP of block {index}", self.block[index]
         last = {
             "activations": end,
-            "fresh gradients": self.spec.hidden * self.spec.ffn_width * self.size,
-            "temporaries": self.hidden + self.ffn,
+            "fresh gradients": self.spec.hidden * self.width * self.size,
+            "temporaries": self.hidden + self.ffn + (self.whole if self.layout.sp else 0),
         }
         yield self._moment(what, place, last, tied=True)
         # Then the product's value is gone, and beside its gradient there is that of its factor, or factors.
         factors = 2 if self.llama else 1
         inner = {"activations": end - self.ffn, "temporaries": self.hidden + (1 + factors) * self.ffn}
         yield self._moment(what, place, inner, tied=True)
+        if self.layout.tp > 1:
+            yield self._columns(index, what, f"{self._block(index)}.mlp", factors * self.ffn, factors * self.width)
 
     def attention(self, index: int) -> Moment:
         end = self.alive.before(f"{self._block(index)}.{'post_attention_layernorm' if self.llama else 'ln_2'}")
-        temporaries = 2 * self.hidden + self.heads
+        temporaries = self.hidden + self.whole + self.heads
         if self.written_out:
             temporaries += 2 * self.scores
         lines = {"activations": end, "temporaries": temporaries}
         return self._moment(f"attention of block {index}", self.block[index], lines, tied=True)
 
+    def columns(self, index: int) -> Moment:
+        """Backward of q, k and v's products over tensor ranks."""
+        module = f"{self._block(index)}.{'self_attn' if self.llama else 'attn'}"
+        return self._columns(index, f"attention of block {index}", module, self.heads, self.qkv)
+
+    def _columns(self, index: int, what: str, module: str, outputs: int, width: int) -> Moment:
+        """Backward of products that read one input, the first in `module`: bytes and number of their outputs."""
+        lines = {
+            "activations": self.alive.before(module) + self.hidden,  # their input, which they have saved
+            "fresh gradients": self.spec.hidden * width * self.size,
+            "temporaries": self.hidden + outputs + self.whole + self._scattered,
+        }
+        return self._moment(what, self.block[index], lines, tied=True)
+
+    @property
+    def _scattered(self) -> int:
+        """With sequence parallelism, beside the gradient of a product's input: the input, and this rank's sum."""
+        return self.gathered + self.hidden if self.layout.sp else 0
+
     def embedding(self) -> Moment:
-        tables = [t.numel for t in tensors(self.spec) if t.tied or t.lookup]
-        lines = {"fresh gradients": max(tables) * self.size, "temporaries": self.hidden}
+        tables = [t.local_numel for t in tensors(self.spec, self.layout) if t.tied or t.lookup]
+        # Of tensor ranks each has the gradient of all tokens, and that of those among its words.
+        temporaries = 2 * self.whole if self.layout.tp > 1 else self.hidden
+        lines = {"fresh gradients": max(tables) * self.size, "temporaries": temporaries}
         return self._moment("embedding", 0, lines, tied=True)
 
     def update(self) -> Moment:

@@ -17,8 +17,11 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.run import UNDER_WAY, RunSpec
 
 
-def kept(run: RunSpec, layout: Layout) -> int:
-    """Bytes of the buffers that a rank on the CPU keeps for reductions, once a few steps have gone by."""
+def kept(run: RunSpec, layout: Layout, scattered: int = 0) -> int:
+    """Bytes of the buffers that a rank on the CPU keeps for reductions, once a few steps have gone by.
+
+    scattered: bytes of what tensor ranks scatter, one at a time: the hidden states with sequence parallelism.
+    """
     pool = _Pool()
     micros = micro_steps(run.batch.sequences, layout.data_ranks, run.batch.micro) if layout.zero >= 2 else 1
     order = wholes(run, layout)
@@ -28,6 +31,8 @@ def kept(run: RunSpec, layout: Layout) -> int:
             while under_way:  # backward begins by ending what the last one left
                 pool.give(under_way.popleft())
             for size in order:
+                if scattered:
+                    pool.give([pool.take(scattered)])
                 _reduce(run, layout, size, pool, under_way)
         while under_way:
             pool.give(under_way.popleft())
