@@ -43,7 +43,7 @@ def plan(spec: ModelSpec) -> dict[str, Split]:
     q, kv = spec.heads * spec.head_width, spec.num_kv_heads * spec.head_width
     if spec.family == "gpt2":
         block = "transformer.h.*"
-        return {
+        splits = {
             "transformer.wte": Split("vocabulary"),
             "transformer.wpe": Split("positions"),
             f"{block}.attn.c_attn": Split("columns", (q, kv, kv), spec.heads),
@@ -52,10 +52,12 @@ def plan(spec: ModelSpec) -> dict[str, Split]:
             f"{block}.mlp.c_proj": Split("rows"),
             "lm_head": Split("vocabulary"),
             "dropout": Split("sequence"),
-            f"{block}.attn.core.dropout": Split("heads"),
             f"{block}.attn_dropout": Split("sequence"),
             f"{block}.mlp_dropout": Split("sequence"),
         }
+        if spec.attn_dropout:  # torch's fused attention has no such module
+            splits[f"{block}.attn.core.dropout"] = Split("heads")
+        return splits
     block = "model.layers.*"
     return {
         "model.embed_tokens": Split("vocabulary"),
