@@ -176,7 +176,7 @@ def test_under_zero(ranks, stage):
 
 
 def siblings(mesh):
-    """What one layer leaves behind for another that is not called, or called later, is never given as if it were new."""
+    """What one layer leaves behind for another that is not called, or called later, is never taken for new."""
     plain, found = model().blocks[0], model().blocks[0]
     _, placements = apply(found, mesh, {key.removeprefix("blocks.*."): split for key, split in GATED.items()})
     x = inputs(2, 3, 8)
