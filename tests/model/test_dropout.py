@@ -31,6 +31,24 @@ def test_splits_see_the_same_mask() -> None:
         assert torch.equal(part, whole[rows.start : rows.stop])
 
 
+@pytest.mark.parametrize("shape", [(6, 12, 50), (6, 12, 7, 30), (2, 12, 200_000)], ids=str)
+@pytest.mark.parametrize("parts", [2, 3, 4])
+def test_a_part_sees_its_slice_of_the_mask(shape: tuple[int, ...], parts: int) -> None:
+    """Parts of a sequence [B, T/t, D], and of heads [B, H/t, T, T]."""
+    whole = dropped(key(range(shape[0])), 3, torch.Size(shape), 0.3)
+    for number, expected in enumerate(whole.chunk(parts, dim=1)):
+        assert torch.equal(dropped(key(range(shape[0])), 3, expected.shape, 0.3, (number, parts)), expected)
+
+
+def test_a_dropout_of_a_part_drops_as_that_of_the_whole() -> None:
+    module, x = Dropout(0.3, 4), torch.randn(3, 8, 5, generator=torch.Generator().manual_seed(0))
+    whole = module(x, key(range(2, 5)))
+    for number, (mine, expected) in enumerate(zip(x.chunk(4, dim=1), whole.chunk(4, dim=1), strict=True)):
+        module.part = (number, 4)
+        assert torch.equal(module(mine, key(range(2, 5))), expected)
+    assert torch.equal(module.eval()(x, None), x)
+
+
 def test_masks_are_those_of_earlier_versions() -> None:
     """A checkpoint's run goes on with the same masks; long and short runs, one row and many, and no element at all."""
     seen = hashlib.blake2b(digest_size=8)

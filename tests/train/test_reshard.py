@@ -37,10 +37,10 @@ LAYOUTS = [
 ]
 
 
-def run_of(model: ModelSpec, layout: Layout, precision: str = "fp32", seed: int = 1) -> RunSpec:
+def run_of(model: ModelSpec, layout: Layout, precision: str = "fp32", seed: int = 1, seq_len: int = 9) -> RunSpec:
     return RunSpec(
         model=model,
-        data=Data(seq_len=9),
+        data=Data(seq_len=seq_len),
         batch=Batch(sequences=5, micro=2),
         layout=layout,
         lr_schedule=LrSchedule(warmup=0),
@@ -122,3 +122,73 @@ def test_the_layouts_differ(ranks, tmp_path):
     ]
     for a, b in itertools.pairwise(all_):
         assert a.keys() == b.keys() and not same(a, b)
+
+
+# Norms of heads, biases of columns and of rows, key-value heads that two ranks of four hold; q, k and v in one matrix.
+CUT = {
+    "llama": ModelSpec(
+        family="llama", vocab=101, hidden=8, layers=2, heads=4, kv_heads=2, head_dim=2, ffn=12, max_seq=16, tied=True,
+        qk_norm=True, qkv_bias=True, out_bias=True, mlp_bias=True,
+    ),
+    "gpt2": ModelSpec(family="gpt2", vocab=101, hidden=8, layers=2, heads=4, max_seq=16, tied=False),
+}  # fmt: skip
+CUT_LAYOUTS = [
+    Layout(dp=1),
+    Layout(dp=3, zero=3),
+    Layout(dp=1, tp=2),
+    Layout(dp=1, tp=4, sp=True),
+    Layout(dp=2, tp=2, zero=1, zero_join=300),
+    Layout(dp=2, tp=2, sp=True, zero=3),
+    Layout(dp=2, tp=2, zero=2, zero_shard=1, order=("dp", "tp", "cp", "pp")),
+    Layout(dp=1, tp=4, zero=2),
+]
+
+
+def load_and_score(mesh, run, found):
+    """What this layout makes of each checkpoint, and the loss that its ranks compute with what they hold then."""
+    data = UnequalData(run.model.vocab, run.data.seq_len, 1)
+    results = []
+    for where in found:
+        ((tensors, steps, tokens, _),) = load_each(mesh, run, [where])
+        trainer = Trainer(run, mesh)
+        about = checkpoint.manifest_of(where)
+        checkpoint.read(where, state.held_parts(trainer), about)
+        state.restored(trainer, about.meta)
+        results.append((tensors, steps, tokens, trainer.evaluate(data, torch.arange(5)).loss))
+    return results
+
+
+def on(ranks, layout: Layout, function, *args):
+    axes = {"tp": layout.tp, "dp": layout.data_ranks}
+    return ranks.run(layout.world, function, *args, axes=axes, order=layout.order)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("family", CUT)
+def test_layouts_that_cut_tensors(ranks, tmp_path, family):
+    """Words that fill a part up are in no checkpoint, and what two ranks hold is in it once."""
+    saved = {}
+    for number, layout in enumerate(CUT_LAYOUTS):
+        run = run_of(CUT[family], layout, seq_len=8)
+        ends = on(ranks, layout, train_and_save, run, tmp_path / str(number), number % 2 == 0)
+        assert all(same(tensors, ends[0][0]) for tensors, _ in ends)
+        saved[number] = ends[0][0]
+        assert sum(size for _, size in ends) == sum(tensor.nbytes for tensor in saved[number].values())
+    found = [folders.path(tmp_path / str(number), 2) for number in saved]
+    embedding = {"llama": "model/model.embed_tokens.weight", "gpt2": "model/transformer.wte.weight"}[family]
+    for number, where in enumerate(found):
+        tensors, _ = checkpoint.load(where)
+        assert same(tensors, saved[number]) and tensors.keys() == saved[0].keys()
+        assert tensors[embedding].shape == (101, 8)
+        for name, tensor in tensors.items():  # the layouts differ by rounding only
+            assert (tensor - saved[0][name]).abs().max() < 1e-3, (name, CUT_LAYOUTS[number])
+    losses: dict[int, list[float]] = {}
+    for layout in CUT_LAYOUTS:
+        run = run_of(CUT[family], layout, seed=99, seq_len=8)
+        for results in on(ranks, layout, load_and_score, run, found):
+            for number, (tensors, steps, tokens, loss) in enumerate(results):
+                assert (steps, tokens) == (2, 5)
+                assert same(tensors, saved[number]), (CUT_LAYOUTS[number], layout)
+                losses.setdefault(number, []).append(loss)
+    for each in losses.values():
+        assert each == pytest.approx([each[0]] * len(each), rel=1e-5)

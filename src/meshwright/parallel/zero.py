@@ -238,8 +238,6 @@ class Sharded:
         self.settle()  # the gathers under way send what is written to here
         for unit in self.units:
             for piece in unit.pieces:
-                if piece.placement.cuts:
-                    piece.of(unit.master).zero_()  # what stands behind the end of the whole
                 value(piece, piece.of(unit.master))
             self._publish(unit)  # between steps or in one that was given up
         self.settle()
@@ -297,6 +295,8 @@ class Sharded:
             original = originals[piece.placement.name]
             if original.device.type != "meta":
                 piece.of(unit.master).copy_(original.detach().flatten()[piece.start : piece.stop])
+            elif piece.placement.cuts:
+                piece.of(unit.master).zero_()  # nobody fills what stands behind the end of the whole
         for member, view in zip(unit.members, unit.views, strict=True):
             placement, original = member.placement, originals[member.placement.name]
             if self.stage < 3 and original.device.type != "meta":
