@@ -32,15 +32,17 @@ from meshwright.comm.mesh import Mesh
 from meshwright.model.build import build
 from meshwright.model.init import initialise_
 from meshwright.parallel import tensor, zero
-from meshwright.parallel.placement import Placement, cut_out
-from meshwright.parallel.zero import Sharded
+from meshwright.parallel.placement import cut_out
 from meshwright.spec import splitting
+from meshwright.spec.cuts import Cut
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import Optimizer
 from meshwright.train.optimizer import FlatAdamW
 
 PEER, PEER_SP, OURS, OURS_SP, ALONE = "parallelize_module", "parallelize_module sp", "tp", "tp sp", "one rank"
+CHUNKED = "tp sp, 2 chunks"
+PAIRS = ((OURS, PEER), (OURS_SP, PEER_SP), (CHUNKED, OURS_SP), (OURS, ALONE), (OURS_SP, ALONE))
 TOLERANCE = 1e-4  # of gradients in float32, relative to the largest of the tensor
 
 
@@ -60,7 +62,7 @@ def llama(hidden: int, layers: int, ffn: int) -> ModelSpec:
 
 CASES = {
     "communication": Case(llama(256, 6, 704), 1, 64, (PEER, PEER_SP, OURS, OURS_SP)),
-    "computation": Case(llama(256, 4, 704), 4, 128, (PEER, PEER_SP, OURS, OURS_SP)),
+    "computation": Case(llama(256, 4, 704), 4, 128, (PEER, PEER_SP, OURS, OURS_SP, CHUNKED)),
     "one rank": Case(llama(1024, 1, 2816), 4, 256, (ALONE, OURS, OURS_SP)),
 }
 
@@ -81,21 +83,25 @@ class Stack(nn.Module):
         return x
 
 
+Plan = dict[str, splitting.Split]
+
+
 class Contestant:
-    """A stack, this rank's input, its gradients of the plain stack's parameters, and an update."""
+    """A stack laid out over the ranks of `tp`, and with `sp` this rank's part of the sequence x [B, T, D]."""
 
-    def __init__(self, stack: Stack, x: Tensor, length: int) -> None:
-        self.stack, self.x, self.length = stack, x, length
-
-    def loss(self) -> Tensor:
-        return self.stack(self.x, self.length).square().sum()
+    def __init__(self, stack: Stack, x: Tensor, mesh: Mesh, sp: bool) -> None:
+        group = mesh.group("tp")
+        self.stack, self.length = stack, x.size(1)
+        self.x = x.chunk(group.size, dim=1)[group.rank].contiguous() if sp else x
 
     def accumulate(self) -> Tensor:
-        loss = self.loss()
+        """Forward and backward; the loss, with `sp` this rank's part of it."""
+        loss = self.stack(self.x, self.length).square().sum()
         loss.backward()
         return loss.detach()
 
-    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+    def gradients(self) -> Iterator[tuple[str, Tensor, tuple[Cut, ...]]]:
+        """After `accumulate`: each parameter's name, its gradient, and how this is cut."""
         raise NotImplementedError
 
     def step(self) -> None:
@@ -105,11 +111,11 @@ class Contestant:
 class Ours(Contestant):
     """As the trainer does it: flat buffers, ZeRO 0, without clipping. Without a cut where `mesh` has one rank."""
 
-    def __init__(self, stack: Stack, x: Tensor, mesh: Mesh, plan: dict[str, splitting.Split], sp: bool) -> None:
-        group = mesh.group("tp")
-        super().__init__(stack, x.chunk(group.size, dim=1)[group.rank].contiguous() if sp else x, x.size(1))
-        placements = tensor.apply(stack, mesh, plan, sequence=sp)[1] if group.size > 1 else None
-        self.sharded: Sharded = zero.shard(stack, mesh, options=zero.Options(join=1_000_000), placements=placements)
+    def __init__(self, stack: Stack, x: Tensor, mesh: Mesh, plan: Plan, sp: bool, chunks: int = 1) -> None:
+        super().__init__(stack, x, mesh, sp)
+        alone = mesh.sizes["tp"] == 1
+        placements = None if alone else tensor.apply(stack, mesh, plan, sequence=sp, chunks=chunks)[1]
+        self.sharded = zero.shard(stack, mesh, options=zero.Options(join=1_000_000), placements=placements)
         self.optimizer = FlatAdamW(self.sharded, Optimizer())
 
     def accumulate(self) -> Tensor:
@@ -124,16 +130,16 @@ class Ours(Contestant):
         self.accumulate()
         self.optimizer.step(1e-4)
 
-    def gradients(self) -> Iterator[tuple[Placement, Tensor]]:
+    def gradients(self) -> Iterator[tuple[str, Tensor, tuple[Cut, ...]]]:
         for unit in self.sharded.units:
             for piece in unit.pieces:
-                yield piece.placement, piece.of(unit.gradient_shard).view(piece.placement.local_shape)
+                where = piece.placement
+                yield where.name, piece.of(unit.gradient_shard).view(where.local_shape), where.cuts
 
 
 class Peer(Contestant):
     def __init__(self, stack: Stack, x: Tensor, mesh: Mesh, sp: bool) -> None:
-        group = mesh.group("tp")
-        super().__init__(stack, x.chunk(group.size, dim=1)[group.rank].contiguous() if sp else x, x.size(1))
+        super().__init__(stack, x, mesh, sp)
         outside = Shard(1) if sp else Replicate()
         plan = {
             "self_attn": PrepareModuleInput(
@@ -166,10 +172,10 @@ class Peer(Contestant):
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
-    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+    def gradients(self) -> Iterator[tuple[str, Tensor, tuple[Cut, ...]]]:
         for name, parameter in self.stack.named_parameters():
             grad = parameter.grad
-            yield name, grad.full_tensor() if isinstance(grad, DTensor) else grad
+            yield name, grad.full_tensor() if isinstance(grad, DTensor) else grad, ()
 
 
 def as_torchs(layer: nn.Module) -> nn.Linear:
@@ -190,22 +196,21 @@ def contestant(name: str, case: Case, mesh: Mesh, x: Tensor) -> Contestant:
     }
     if name == ALONE:
         return Ours(stack, x, Mesh.single(torch.device("cpu")), plan, sp=False)
-    return Ours(stack, x, mesh, plan, sp=name == OURS_SP)
+    return Ours(stack, x, mesh, plan, sp=name != OURS, chunks=2 if name == CHUNKED else 1)
 
 
 def check(name: str, it: Contestant, case: Case, x: Tensor) -> float:
-    """The largest difference of a gradient from the plain stack's; raises if one is above TOLERANCE."""
+    """The largest difference of loss and gradients from the plain stack's; raises if one is above TOLERANCE."""
     plain = Stack(case.model)
     expected = plain(x, x.size(1)).square().sum()
     expected.backward()
     loss = it.accumulate()
-    if name in (PEER_SP, OURS_SP):
+    if it.x is not x:
         dist.all_reduce(loss)
     worst = abs(float(loss / expected.detach()) - 1)
     seen = 0
-    for which, grad in it.gradients():
-        parameter = plain.get_parameter(which.name if isinstance(which, Placement) else which)
-        right = cut_out(parameter.grad, which.cuts) if isinstance(which, Placement) else parameter.grad
+    for which, grad, cuts in it.gradients():
+        right = cut_out(plain.get_parameter(which).grad, cuts)
         worst = max(worst, float((grad - right).abs().max() / right.abs().max()))
         seen += 1
     assert seen == len(list(plain.parameters())), f"{name}: {seen} gradients"
@@ -239,7 +244,7 @@ def report(name: str, case: Case, ranks: int, result: race.Result, worst: float)
     print(f"  tp={ranks}; losses and gradients as the plain stack's (largest difference {worst:.1e})")
     for contestant, ms in result.milliseconds.items():
         print(f"  {contestant:36} {ms:8.1f} ms a step (median)")
-    for one, other in ((OURS, PEER), (OURS_SP, PEER_SP), (OURS, ALONE), (OURS_SP, ALONE)):
+    for one, other in PAIRS:
         if {one, other} <= result.times.keys():
             median, low, high = result.ratio(one, other)
             print(f"  {one} / {other}: {median:.3f} (quartiles {low:.3f} to {high:.3f})")
