@@ -121,21 +121,31 @@ class Together:
     def __init__(self, line: Line, reason: str) -> None:
         self.line, self.reason = line, reason
         self.layers: list[Columns] = []
-        self._input: Tensor | None = None
+        self._of: tuple[object, ...] = ()  # the input, and the state of all that the outputs came from
         self._outputs: dict[Columns, Tensor] = {}
 
     def __call__(self, layer: Columns, x: Tensor) -> Tensor:
-        if self._input is not x or layer not in self._outputs:
-            weights = [each.weight for each in self.layers]
+        weights = [each.weight for each in self.layers]
+        state = torch.is_grad_enabled(), *map(_version, (x, *weights))
+        if layer not in self._outputs or self._of[0] is not x or self._of[1:] != state:
             biases = [each.bias for each in self.layers]
             outputs = columns(
                 self.line, self.reason, x, weights, biases, layer.outputs, gather_input=layer.gather_input
             )
-            self._input, self._outputs = x, dict(zip(self.layers, outputs, strict=True))
+            self._of, self._outputs = (x, *state), dict(zip(self.layers, outputs, strict=True))
         out = self._outputs.pop(layer)
         if not self._outputs:
-            self._input = None
+            self._of = ()
         return out
+
+    def forget(self, *_: object) -> None:
+        """Forward of the module that has these layers is over: let go of what it did not ask for."""
+        self._of, self._outputs = (), {}
+
+
+def _version(tensor: Tensor) -> int:
+    """How often its memory has been written to in place."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def columns(
@@ -206,7 +216,7 @@ class _Columns(torch.autograd.Function):
             for grad, wanted in zip(grads, needed[:number], strict=True)
         ]
         dbiases = [
-            grad.flatten(0, -2).sum(0) if wanted and grad is not None else None
+            grad.reshape(-1, grad.size(-1)).sum(0) if wanted and grad is not None else None
             for grad, wanted in zip(grads, needed[number:], strict=True)
         ]
         if pending is not None:
@@ -236,7 +246,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, outputs: int) -> Te
     matrix = weight.t() if outputs == 0 else weight
     rows = x.reshape(-1, x.size(-1))
     out = rows @ matrix if bias is None else torch.addmm(bias, rows, matrix)
-    return out.view(*x.shape[:-1], -1)
+    return out.view(*x.shape[:-1], out.size(-1))
 
 
 def _input_gradient(grads: Sequence[Tensor | None], weights: Sequence[Tensor], outputs: int) -> Tensor:
@@ -249,7 +259,7 @@ def _input_gradient(grads: Sequence[Tensor | None], weights: Sequence[Tensor], o
         rows, matrix = grad.reshape(-1, grad.size(-1)), weight if outputs == 0 else weight.t()
         dx = rows @ matrix if dx is None else dx.addmm_(rows, matrix)
     assert dx is not None and shape is not None  # autograd asks for nothing where no output has a gradient
-    return dx.view(*shape[:-1], -1)
+    return dx.view(*shape[:-1], dx.size(-1))
 
 
 def _weight_gradient(rows: Tensor, grad: Tensor, outputs: int) -> Tensor:
@@ -291,7 +301,7 @@ class Rows(nn.Module):
     def _product(self, x: Tensor) -> Tensor:
         if self.outputs == 0:
             return F.linear(x, self.weight)
-        return (x.reshape(-1, x.size(-1)) @ self.weight).view(*x.shape[:-1], -1)
+        return (x.reshape(-1, x.size(-1)) @ self.weight).view(*x.shape[:-1], self.weight.size(1))
 
 
 def summed_over(line: Line, reason: str, part: Tensor) -> Tensor:

@@ -27,20 +27,23 @@ The model stays as it is written: `apply` puts other layers in the place of its 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from torch import Tensor, nn
+from torch import nn
 
 from meshwright.comm.mesh import Mesh
 from meshwright.model.dropout import Dropout
-from meshwright.model.layers import Conv1D
+from meshwright.model.layers import Conv1D, Linear
 from meshwright.parallel import vocabulary
 from meshwright.parallel.placement import Placement, cut_out, plain_placements
 from meshwright.parallel.products import Columns, Line, Rows, Together
 from meshwright.parallel.recompute import Recompute
+from meshwright.spec.cuts import Cut
 from meshwright.spec.errors import UserError
-from meshwright.spec.splitting import Option, Split, cut_of, found, summed
+from meshwright.spec.model import divisors
+from meshwright.spec.splitting import Option, Split, cut_of, key_of, summed
 
 
 def apply(
@@ -64,10 +67,15 @@ def apply(
     line = Line(mesh.group("tp"), sequence=sequence, chunks=chunks, recompute=recompute)
     whole = plain_placements(module, replicated=[axis for axis, size in mesh.sizes.items() if size > 1])
     coordinate, tp = mesh.coords["tp"], mesh.sizes["tp"]
-    splits = {name: split for name, _ in module.named_modules() if (split := found(dict(plan), name)) is not None}
-    missing = [key for key in plan if not any(plan[key] is split for split in splits.values())]
-    if missing and any(plan[key].style in ("columns", "rows", "vocabulary") for key in missing):
+    keys = {
+        name: key for name, _ in module.named_modules(remove_duplicate=False) if (key := key_of(plan, name)) is not None
+    }
+    if missing := [key for key in plan if key not in keys.values()]:
         raise UserError(f"tensor: the plan names {', '.join(missing)}, and the module has no such layer")
+    splits = {name: plan[key] for name, key in keys.items()}
+    for placement in whole.values():
+        if len({splits.get(name.rpartition(".")[0]) for name in placement.names}) > 1:
+            raise UserError(f"tensor: {' and '.join(placement.names)} are one tensor, and the plan cuts them unlike")
     placements = {
         name: _placed(placement, splits.get(name.rpartition(".")[0]), module, tp, coordinate, sequence)
         for name, placement in whole.items()
@@ -88,9 +96,10 @@ def apply(
         new: nn.Module | None = None
         parent, _, leaf = name.rpartition(".")
         if split.style in ("columns", "rows"):
+            outputs = _outputs(old, name)
             kind = Columns if split.style == "columns" else Rows
             options = dict.fromkeys(_options(split, name), True)
-            new = kind(part["weight"], part.get("bias"), _outputs(old, name), line, _reason(parent), **options)
+            new = kind(part["weight"], part.get("bias"), outputs, line, _reason(parent), **options)
             if isinstance(new, Columns) and split.reads:
                 new.together = together.setdefault((parent, split.reads), new.together)
                 if new not in new.together.layers:
@@ -101,6 +110,8 @@ def apply(
             old.part = (coordinate, tp)
         if new is not None:
             setattr(module.get_submodule(parent), leaf, new.train(old.training))
+    for (parent, _), layers in together.items():
+        module.get_submodule(parent).register_forward_hook(layers.forget, always_call=True)
     return line, placements
 
 
@@ -112,6 +123,8 @@ def _placed(
         owner = module.get_submodule(placement.name.rpartition(".")[0])
         outputs = _outputs(owner, placement.name) if split.style in ("columns", "rows") else 0
         cut = cut_of(split, placement.shape, outputs, tp, coordinate)
+        if cut is not None and split.style != "vocabulary":
+            _check_divides(placement, split, cut, tp)
     partial = summed(split, placement.shape, cut, sequence)
     counted = coordinate == 0 if cut is None else cut.copy == 0
     replicated = placement.replicated if cut is None else tuple(a for a in placement.replicated if a != "tp")
@@ -120,14 +133,26 @@ def _placed(
     )
 
 
+def _check_divides(placement: Placement, split: Split, cut: Cut, tp: int) -> None:
+    """Raise UserError for what cannot be dealt out in equal parts: filled up, it would compute what is not there."""
+    size, what = placement.shape[cut.dim], "inputs" if split.style == "rows" else "outputs"
+    if sum(cut.blocks) != size:
+        fused = " + ".join(map(str, cut.blocks))
+        raise UserError(f"tensor: {placement.name} has {size} {what}, and the plan says {fused}")
+    if (split.heads % tp and tp % split.heads) or any(block % cut.ways for block in cut.blocks):
+        by = math.gcd(*cut.blocks, split.heads)
+        heads = f" of {split.heads} heads" if split.heads else ""
+        raise UserError(
+            f"tensor: tp={tp} does not divide the {size} {what}{heads} of {placement.name}; "
+            f"use one of {', '.join(map(str, divisors(by)))}"
+        )
+
+
 def _outputs(layer: nn.Module, name: str) -> int:
     """The dimension of a linear layer's weight along which its outputs run."""
-    if isinstance(layer, Conv1D):
-        return 1
-    weight = getattr(layer, "weight", None)
-    if not isinstance(weight, Tensor) or weight.dim() != 2:
+    if type(layer) not in (nn.Linear, Linear, Conv1D):  # nor a class made of one, which may do anything
         raise UserError(f"tensor: {name} is no linear layer, and cannot be cut by columns or rows")
-    return 0
+    return 1 if isinstance(layer, Conv1D) else 0
 
 
 def _options(split: Split, name: str) -> tuple[Option, ...]:

@@ -236,8 +236,6 @@ class Sharded:
         """Let `value(piece, flat tensor)` write each piece of the master shards in place, then publish them all."""
         for unit in self.units:
             for piece in unit.pieces:
-                if piece.placement.cuts:
-                    piece.of(unit.master).zero_()  # what stands behind the end of the whole
                 value(piece, piece.of(unit.master))
             self._publish(unit)  # between steps or in one that was given up
         self.settle()
@@ -295,6 +293,8 @@ class Sharded:
             original = originals[piece.placement.name]
             if original.device.type != "meta":
                 piece.of(unit.master).copy_(original.detach().flatten()[piece.start : piece.stop])
+            elif piece.placement.cuts:
+                piece.of(unit.master).zero_()  # nobody fills what stands behind the end of the whole
         for member, view in zip(unit.members, unit.views, strict=True):
             placement, original = member.placement, originals[member.placement.name]
             if self.stage < 3 and original.device.type != "meta":

@@ -10,6 +10,7 @@ Anything else stays whole on every rank. This file is read by the strategy and b
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -45,7 +46,7 @@ def plan(spec: ModelSpec) -> dict[str, Split]:
     q, kv = spec.heads * spec.head_width, spec.num_kv_heads * spec.head_width
     if spec.family == "gpt2":
         block = "transformer.h.*"
-        return {
+        splits = {
             "transformer.wte": Split("vocabulary"),
             "transformer.wpe": Split("positions"),
             f"{block}.attn.c_attn": Split("columns", (q, kv, kv), spec.heads),
@@ -54,10 +55,12 @@ def plan(spec: ModelSpec) -> dict[str, Split]:
             f"{block}.mlp.c_proj": Split("rows"),
             "lm_head": Split("vocabulary"),
             "dropout": Split("sequence"),
-            f"{block}.attn.core.dropout": Split("heads"),
             f"{block}.attn_dropout": Split("sequence"),
             f"{block}.mlp_dropout": Split("sequence"),
         }
+        if spec.attn_dropout:  # torch's fused attention has no such module
+            splits[f"{block}.attn.core.dropout"] = Split("heads")
+        return splits
     block = "model.layers.*"
     return {
         "model.embed_tokens": Split("vocabulary"),
@@ -74,9 +77,16 @@ def plan(spec: ModelSpec) -> dict[str, Split]:
     }
 
 
-def found(plan: dict[str, Split], module: str) -> Split | None:
+def key_of(plan: Mapping[str, Split], module: str) -> str | None:
+    """The key of `plan` that a module's name goes by: the name itself, or with `*` for its numbers."""
+    starred = re.sub(r"(?<![^.])\d+(?=\.|$)", "*", module)
+    return module if module in plan else starred if starred in plan else None
+
+
+def found(plan: Mapping[str, Split], module: str) -> Split | None:
     """The entry of `plan` for a module's name."""
-    return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", module))
+    key = key_of(plan, module)
+    return None if key is None else plan[key]
 
 
 def cut_of(split: Split, shape: tuple[int, ...], outputs: int, tp: int, coordinate: int = 0) -> Cut | None:
@@ -114,7 +124,7 @@ def check(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
     right = [
         n
         for n in divisors(spec.heads)
-        if spec.ffn_width % n == 0 and (kv % n == 0 or n % kv == 0) and (not layout.sp or seq_len % n == 0)
+        if spec.ffn_width % n == 0 and (kv % n == 0 or n % kv == 0) and (not layout.sp or (n > 1 and seq_len % n == 0))
     ]
     wrong = None
     if spec.heads % tp:
@@ -124,15 +134,19 @@ def check(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
     elif spec.ffn_width % tp:
         wrong = f"the feed-forward width {spec.ffn_width}"
     if wrong is not None:
-        raise ValueError(f"layout.tp={tp} does not divide {wrong}; use {_listed(right)}")
+        raise ValueError(f"layout.tp={tp} does not divide {wrong}; use {_listed(right or ['1 with sp=false'])}")
     if layout.sp and seq_len % tp:
-        longer = -(-seq_len // tp) * tp
+        near = -(-seq_len // tp) * tp
+        if spec.family == "gpt2" and near > spec.max_seq:  # its positions are learned, and there are no more
+            near -= tp
+        ways = [f"data.seq_len={near}"] if near else []
+        ways += ["sp=false", *([f"tp={_listed(right)}"] if right else [])]
         raise ValueError(
             f"layout.sp=true cuts sequences into tp={tp} equal parts, and {seq_len} tokens do not divide; use "
-            f"data.seq_len={longer}, sp=false, or tp={_listed([n for n in right if n > 1] or [1])}"
+            f"{_listed(ways)}"
         )
 
 
-def _listed(numbers: list[int]) -> str:
-    *first, last = map(str, numbers)
+def _listed(words: Sequence[object]) -> str:
+    *first, last = map(str, words)
     return f"{', '.join(first)} or {last}" if first else last
