@@ -43,7 +43,7 @@ from meshwright.parallel.recompute import Recompute
 from meshwright.spec.cuts import Cut
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import divisors
-from meshwright.spec.splitting import Split, cut_of, key_of, summed
+from meshwright.spec.splitting import Option, Split, cut_of, key_of, summed
 
 
 def apply(
@@ -52,6 +52,7 @@ def apply(
     plan: Mapping[str, Split],
     *,
     sequence: bool = False,
+    chunks: int = 1,
     recompute: Recompute | None = None,
 ) -> tuple[Line, dict[str, Placement]]:
     """Cut `module` over the mesh's `tp` ranks by `plan`; returns the line of ranks, and a record of each parameter.
@@ -59,9 +60,11 @@ def apply(
     The module is changed in place: layers that `plan` names by their place in the module tree, with `*` for a number,
     are replaced by ones that hold this rank's part, under the same names; values are cut too, where there are any
     (not on the meta device). Columns and rows must be nn.Linear or this project's layers. All ranks of `tp` must give
-    the same input. Raises UserError for a name that is nowhere, and for a layer that cannot be cut so.
+    the same input, with `sequence` parts of the same. chunks: with `sequence`, pieces in which forward gathers inputs,
+    each multiplied while the next ones are on the wire. Raises UserError for a name that is nowhere, and for a layer
+    that cannot be cut so.
     """
-    line = Line(mesh.group("tp"), sequence=sequence, recompute=recompute)
+    line = Line(mesh.group("tp"), sequence=sequence, chunks=chunks, recompute=recompute)
     whole = plain_placements(module, replicated=[axis for axis, size in mesh.sizes.items() if size > 1])
     coordinate, tp = mesh.coords["tp"], mesh.sizes["tp"]
     keys = {
@@ -95,7 +98,8 @@ def apply(
         if split.style in ("columns", "rows"):
             outputs = _outputs(old, name)
             kind = Columns if split.style == "columns" else Rows
-            new = kind(part["weight"], part.get("bias"), outputs, line, _reason(parent))
+            options = dict.fromkeys(_options(split, name), True)
+            new = kind(part["weight"], part.get("bias"), outputs, line, _reason(parent), **options)
             if isinstance(new, Columns) and split.reads:
                 new.together = together.setdefault((parent, split.reads), new.together)
                 if new not in new.together.layers:
@@ -149,6 +153,17 @@ def _outputs(layer: nn.Module, name: str) -> int:
     if type(layer) not in (nn.Linear, Linear, Conv1D):  # nor a class made of one, which may do anything
         raise UserError(f"tensor: {name} is no linear layer, and cannot be cut by columns or rows")
     return 1 if isinstance(layer, Conv1D) else 0
+
+
+def _options(split: Split, name: str) -> tuple[Option, ...]:
+    right: tuple[Option, ...] = ("gather_input", "gather_output") if split.style == "columns" else ("scatter_input",)
+    if wrong := [option for option in split.options if option not in right]:
+        raise UserError(f"tensor: {name} is cut by {split.style}, which have no {', '.join(wrong)}")
+    if "gather_output" in split.options and (split.fused or split.heads):
+        raise UserError(
+            f"tensor: {name} is to gather its outputs, so nothing in them is torn apart; leave fused and heads out"
+        )
+    return split.options
 
 
 def _reason(parent: str) -> str:

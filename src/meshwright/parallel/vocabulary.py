@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.model.layers import Embedding, Head
 from meshwright.model.loss import IGNORE
-from meshwright.parallel.products import Line, columns, summed_over
+from meshwright.parallel.products import Line, columns, summed_over, whole_features
 from meshwright.spec.errors import UserError
 from meshwright.spec.run import LOSS_ROWS
 
@@ -75,22 +75,7 @@ class VocabularyHead(nn.Module):
         (logits,) = columns(self.line, "tp.head", x, [self.weight], [None])
         if targets is not None:
             return cross_entropy(logits, targets, self.vocab, self.line)
-        whole: Tensor = _GatherWords.apply(self.line, logits)
-        return whole[..., : self.vocab]
-
-
-class _GatherWords(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, line: Line, logits: Tensor) -> Tensor:
-        ctx.line = line
-        parts = logits.new_empty((line.group.size, *logits.shape))
-        line.group.all_gather(parts, logits.contiguous(), reason="tp.logits", phase=line.phase, micro=line.micro)
-        return parts.movedim(0, -2).flatten(-2)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
-        return None, grad.chunk(ctx.line.group.size, dim=-1)[ctx.line.group.rank]
+        return whole_features(self.line, "tp.logits", logits)[..., : self.vocab]
 
 
 # -- the loss ---------------------------------------------------------------------------------------------------------

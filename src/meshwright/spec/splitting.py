@@ -19,6 +19,7 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec, divisors
 
 Style = Literal["columns", "rows", "vocabulary", "positions", "heads", "sequence"]
+Option = Literal["gather_input", "gather_output", "scatter_input"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +30,15 @@ class Split:
     "heads" a norm or dropout of single heads, each rank's own, "sequence" a dropout that sequence parallelism gives its
     part of the sequence. fused: outputs of the tensors that are side by side in a "columns" matrix, empty for one.
     heads: heads that must not be torn apart, 0 where any number of outputs may go anywhere; fewer than ranks are held
-    by several. reads: columns of one parent module with the same word here read the same input.
+    by several. reads: columns of one parent module with the same word here read the same input. options: for columns
+    that do not stand before rows, and rows that do not stand behind columns: see parallel/products.py.
     """
 
     style: Style
     fused: tuple[int, ...] = ()
     heads: int = 0
     reads: str = ""
+    options: tuple[Option, ...] = ()
 
 
 def plan(spec: ModelSpec) -> dict[str, Split]:
