@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from meshwright.predict import activations, korthikanti
@@ -90,3 +92,16 @@ def test_our_selective_recompute_keeps_20_sbh_where_the_papers_keeps_34(layout: 
     assert 34 - sum(PAPER_ONLY.values()) + sum(OURS_ONLY.values()) == 6 + 14
     kept = activations.saved(GPT2, ours, batch=B, seq=S, dtype_bytes=2, attention="explicit")
     assert sum(r.bytes for r in kept if r.where == LAYER.rstrip(".")) == sum(sizes.values())
+
+
+def test_the_page_shows_these_tables() -> None:
+    page = (Path(__file__).parents[2] / "docs/activations.md").read_text()
+    section = page.partition("## Over tensor ranks")[2].partition("## Tables")[0]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line[:3] == "| `"]
+    split = {f"{t.where}: {t.what}": (t.formula(), t.dealt_out) for t in TERMS}
+    assert {f"{where.strip('`')}: {what}": ways for where, what, *ways in (c for c in cells if len(c) == 5)} == {
+        name: [formula, f"{formula} / t" if dealt_out else formula, f"{formula} / t"]
+        for name, (formula, dealt_out) in split.items()
+    }
+    only = {c[0].replace("`", ""): int(c[1]) for c in cells if len(c) == 2 and c[0] not in ("", "sbh")}
+    assert only == {f"{where}: {what}": sbh for (where, what), sbh in (PAPER_ONLY | OURS_ONLY).items()}
