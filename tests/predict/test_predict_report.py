@@ -46,6 +46,10 @@ def test_the_ranks_are_not_gone_through_one_by_one(monkeypatch: pytest.MonkeyPat
         prediction = predict(RunSpec(batch=Batch(sequences=sequences, micro=4)), ranks=ranks)
         assert asked == expected
         assert prediction.idle_ranks == tuple(range(sequences, ranks))
+    for order, second in ((("tp", "cp", "dp", "pp"), 4), (("dp", "tp", "cp", "pp"), 2)):  # data ranks 0 and 2
+        asked.clear()
+        predict(RunSpec(batch=Batch(sequences=5, micro=4), layout=Layout(dp=3, tp=2, order=order)))
+        assert asked == [0, second]
 
 
 def test_flops_are_those_of_all_tokens_whatever_the_ranks() -> None:

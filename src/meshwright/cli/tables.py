@@ -18,6 +18,7 @@ from meshwright.spec.load import describe
 from meshwright.spec.run import RunSpec
 from meshwright.spec.traffic import TrafficRow
 
+MOST_ROWS = 24  # of traffic that a table shows; where there would be more, micro-batches share theirs
 FAR = 4  # times the sequence length: a model that takes so much longer ones is mostly meant for them
 
 
@@ -60,6 +61,7 @@ def layout_words(layout: Layout) -> str:
     axes = [f"{axis}={layout.size(axis)}" for axis in reversed(layout.order) if layout.size(axis) > 1]
     assert set(layout.order) == set(AXES)
     parts = [" × ".join(axes) or "dp=1"]
+    parts += ["sp"] if layout.sp else []
     parts += [f"zero={layout.zero}"] if layout.zero else []
     asked = {name: getattr(layout, name) for name in ("zero_shard", "zero_gather", "zero_ahead")}
     asked |= {"zero_join": layout.zero_join} if layout.zero < 2 else {}
@@ -108,7 +110,8 @@ def summary(run: RunSpec, foretold: Prediction, fit: Fit | None = None) -> Table
         rows.add_row("fits", _fits(fit, foretold.memory.total))
     counts: Counter[tuple[str, str, str]] = Counter()
     for row in foretold.traffic:
-        counts[row.key.operation, row.key.axis, row.key.reason] += row.count
+        reason = "tp.*" if row.key.reason.startswith("tp.") else row.key.reason
+        counts[row.key.operation, row.key.axis, reason] += row.count
     moved = ", ".join(f"{number} {operation} over {axis} ({why})" for (operation, axis, why), number in counts.items())
     rows.add_row("traffic", f"{size(foretold.wire_per_step)} sent a step by a rank: {moved}" if moved else "none")
     if foretold.idle_ranks:
@@ -133,7 +136,7 @@ def _notes(run: RunSpec, layout: Layout) -> Iterable[str]:
 def prediction(
     run: RunSpec, foretold: Prediction, fit: Fit | None = None, *, every_unit: bool = False
 ) -> Iterable[RenderableType]:
-    """All of a prediction. Repeated blocks share a line unless `every_unit`."""
+    """All of a prediction. Repeated blocks, and micro-batches where they are many, share a line unless `every_unit`."""
     yield summary(run, foretold, fit)
     yield titled("Parameters", _parameters(foretold, every_unit))
     at_once = foretold.memory.sequences
@@ -143,7 +146,9 @@ def prediction(
         f"{at_once} sequence{'s' * (at_once != 1)} at once",
         _memory(foretold),
     )
-    yield titled("Traffic of a step", _traffic(foretold.traffic, foretold.wire_per_step))
+    # Without tensor ranks all send the same.
+    of = "" if foretold.layout.tp == 1 else " on rank 0"
+    yield titled(f"Traffic of a step{of}", _traffic(foretold.traffic, foretold.wire_per_step, every_micro=every_unit))
     yield titled("Computation of a step, all ranks", _flops(foretold))
 
 
@@ -185,7 +190,9 @@ def _idle(foretold: Prediction, run: RunSpec) -> str:
 
 
 def _parameters(foretold: Prediction, every_unit: bool) -> Table:
-    rows = table("unit", "parameters", figures=1)
+    tp = foretold.layout.tp
+    rows = table("unit", "parameters", *(["a rank holds"] if tp > 1 else []), figures=1 + (tp > 1))
+    local = foretold.parameters.local
     groups: list[tuple[str, str, int]] = []  # first name, last name, parameters of each
     for name, number in foretold.parameters.units.items():
         stem = re.sub(r"\d+", "", name)
@@ -194,8 +201,10 @@ def _parameters(foretold: Prediction, every_unit: bool) -> Table:
         else:
             groups.append((name, name, number))
     for first, last, number in groups:
-        rows.add_row(first if first == last else f"{first} to {last}, each", f"{number:,}")
-    rows.add_row("all", f"{foretold.parameters.total:,}", style="bold")
+        held = [f"{local[first]:,}"] if tp > 1 else []
+        rows.add_row(first if first == last else f"{first} to {last}, each", f"{number:,}", *held)
+    held = [f"{sum(local.values()):,}"] if tp > 1 else []
+    rows.add_row("all", f"{foretold.parameters.total:,}", *held, style="bold")
     return rows
 
 
@@ -217,14 +226,29 @@ def _memory(foretold: Prediction) -> Table:
     return rows
 
 
-def _traffic(traffic: Iterable[TrafficRow], total: float) -> Table:
+def _traffic(traffic: Sequence[TrafficRow], total: float, *, every_micro: bool = False) -> Table:
     rows = table("collective", "axis", "reason", "phase", "count", "payload", "a rank sends", figures=3)
+    share = len(traffic) > MOST_ROWS and not every_micro
+    alike: dict[tuple[object, ...], list[TrafficRow]] = {}
     for row in traffic:
         key = row.key
-        phase = key.phase if key.micro is None else f"{key.phase}, micro-batch {key.micro}"
-        rows.add_row(key.operation, key.axis, key.reason, phase, f"{row.count}", size(row.payload), size(row.wire))
+        kind = (key.operation, key.axis, key.reason, key.phase)
+        alike.setdefault(kind if share else (kind, key.micro), []).append(row)
+    for members in alike.values():
+        key = members[0].key
+        phase = f"{key.phase}{_micros([row.key.micro for row in members])}"
+        count, payload, wire = (sum(getattr(row, of) for row in members) for of in ("count", "payload", "wire"))
+        rows.add_row(key.operation, key.axis, key.reason, phase, f"{count}", size(payload), size(wire))
     rows.add_row("all", "", "", "", "", "", size(total), style="bold")
     return rows
+
+
+def _micros(micros: Sequence[int | None]) -> str:
+    """ ", micro-batch 3", ", micro-batches 0 to 7"; nothing for what happens once a step."""
+    first, last = micros[0], micros[-1]
+    if first is None:
+        return ""
+    return f", micro-batch {first}" if first == last else f", micro-batches {first} to {last}"
 
 
 def _flops(foretold: Prediction) -> Table:

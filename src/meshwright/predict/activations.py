@@ -13,7 +13,7 @@ does not save are described too. What is alive in backward follows in predict/al
 
 With tensor ranks each has its heads and feed-forward units, and of the softmax over the vocabulary its words; with
 sequence parallelism its part of the sequence wherever heads and units are not dealt out (Korthikanti et al. 2022,
-sections 4.2 and 4.3).
+section 4.2).
 """
 
 from __future__ import annotations
