@@ -37,3 +37,14 @@ def test_ranks_that_do_not_fit() -> None:
         Layout().resolve(99999999999)
     with pytest.raises(UserError, match=r"dp=4 .* = 4 is not the number of ranks, 3; use dp=3 or dp=auto, or 4 ranks"):
         Layout(dp=4).resolve(3)
+
+
+def test_the_first_axis_of_the_order_varies_fastest() -> None:
+    layout = Layout(dp=3, tp=2)
+    assert [layout.coordinates(rank)["tp"] for rank in range(6)] == [0, 1] * 3
+    assert [layout.coordinates(rank)["dp"] for rank in range(6)] == [0, 0, 1, 1, 2, 2]
+    other = Layout(dp=3, tp=2, order=("dp", "cp", "tp", "pp"))
+    assert [other.coordinates(rank)["dp"] for rank in range(6)] == [0, 1, 2] * 2
+    for each in (layout, other):
+        assert [each.rank_at(each.coordinates(rank)) for rank in range(6)] == list(range(6))
+    assert (layout.rank_at({"dp": 2}), other.rank_at({"tp": 1})) == (4, 3)

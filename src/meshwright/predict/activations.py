@@ -1,4 +1,4 @@
-"""What autograd keeps for backward of one micro-batch of the plain model, tensor by tensor.
+"""What autograd keeps for backward of one micro-batch, tensor by tensor.
 
 Each storage stands once, under the module whose forward is first to save it, at the storage's full size. Left out
 is what exists without autograd: parameters, buffers (the rotary table) and the inputs (tokens, targets, positions
@@ -10,6 +10,10 @@ With recompute (parallel/recompute.py) a region of blocks keeps less: its input,
 and nothing else holds, and the outputs of operators to be kept; of these not what comes behind the last tensor that
 autograd saves, because recompute stops there. So a storage says which operator made it, and outputs that autograd
 does not save are described too. What is alive in backward follows in predict/alive.py.
+
+With tensor ranks each has its heads and feed-forward units, and of the softmax over the vocabulary its words; with
+sequence parallelism its part of the sequence wherever heads and units are not dealt out (Korthikanti et al. 2022,
+sections 4.2 and 4.3).
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from meshwright.spec.model import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """One storage: the module that saves it (its name in the model, "" for the model itself), what it is, bytes."""
+    """One storage: the module that saves it (its name in the model), what it is, bytes."""
 
     where: str
     what: str
@@ -47,7 +51,8 @@ class Storage(Saved):
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Storages in the order in which forward comes to save them: before the blocks, of each block, after them.
+    """Storages in the order in which forward comes to save them: before the blocks, of each block, after them, and of
+    the loss.
 
     The first of a block is its input.
     """
@@ -55,10 +60,12 @@ class Parts:
     before: tuple[Storage, ...]
     blocks: tuple[tuple[Storage, ...], ...]
     after: tuple[Storage, ...]
+    loss: tuple[Storage, ...]
 
 
 def storages(
     spec: ModelSpec,
+    layout: Layout | None = None,
     *,
     batch: int,
     seq: int,
@@ -68,20 +75,21 @@ def storages(
     dropout: Literal["counter", "torch"] = "counter",
     device: Literal["cpu", "cuda"] = "cpu",
 ) -> Parts:
-    """Those of `batch` sequences of `seq` tokens in training; none for no batch.
+    """Those of `batch` sequences of `seq` tokens in training, on a tensor rank of `layout`; none for no batch.
 
     `dtype_bytes` are those of parameters and hidden states (float32: 4, float64: 8); statistics and loss are kept in
     float32 at least, but for LayerNorm's on the CPU. "cuda" stands for any accelerator.
     """
     if batch == 0:
-        return Parts((), ((),) * spec.layers, ())
-    shapes = _Shapes(spec, batch, seq, dtype_bytes, attention, dropout, device)
+        return Parts((), ((),) * spec.layers, (), ())
+    shapes = _Shapes(spec, layout or Layout(), batch, seq, dtype_bytes, attention, dropout, device)
     gpt2 = spec.family == "gpt2"
     block = shapes.gpt2_block if gpt2 else shapes.llama_block
     return Parts(
-        _listed(shapes.gpt2_embedding()) if gpt2 else (),
+        _listed(shapes.gpt2_embedding() if gpt2 else shapes.llama_embedding()),
         tuple(_listed(block(i)) for i in range(spec.layers)),
-        (*_listed(shapes.gpt2_norm() if gpt2 else shapes.llama_norm()), *_listed(shapes.loss(loss))),
+        (*_listed(shapes.gpt2_norm() if gpt2 else shapes.llama_norm()), *_listed(shapes.head(loss))),
+        _listed(shapes.loss(loss)),
     )
 
 
@@ -98,13 +106,13 @@ class Sizes(TypedDict, total=False):
 
 
 def saved(spec: ModelSpec, layout: Layout | None = None, **sizes: Unpack[Sizes]) -> list[Saved]:
-    """Storages kept between forward and backward, with the recompute of `layout`, if any; see `storages` for the rest.
+    """Storages kept between forward and backward, with the recompute and ranks of `layout`; see `storages`.
 
     What a region keeps stands under its last block, where forward puts it by.
     """
-    parts = storages(spec, **sizes)
+    parts = storages(spec, layout, **sizes)
     regions = (row for region in kept(parts, layout or Layout()) for row in region)
-    return [Saved(row.where, row.what, row.bytes) for row in (*parts.before, *regions, *parts.after)]
+    return [Saved(row.where, row.what, row.bytes) for row in (*parts.before, *regions, *parts.after, *parts.loss)]
 
 
 def kept(parts: Parts, layout: Layout) -> list[list[Saved]]:
@@ -150,37 +158,50 @@ class _Shapes:
     """Sizes in bytes that the rows share, and the rows of each part of the model."""
 
     def __init__(
-        self, spec: ModelSpec, batch: int, seq: int, size: int, attention: str, dropout: str, device: str
+        self,
+        spec: ModelSpec,
+        layout: Layout,
+        batch: int,
+        seq: int,
+        size: int,
+        attention: str,
+        dropout: str,
+        device: str,
     ) -> None:
-        self.spec, self.batch, self.seq, self.size, self.attention = spec, batch, seq, size, attention
-        self.dropout, self.cpu = dropout, device == "cpu"
+        self.spec, self.layout, self.batch, self.seq, self.size = spec, layout, batch, seq, size
+        self.attention, self.dropout, self.cpu = attention, dropout, device == "cpu"
+        tp = layout.tp
+        self.heads, self.kv_heads = spec.heads // tp, -(-spec.num_kv_heads // tp)  # of this rank
+        self.vocab = -(-spec.vocab // tp)
         self.tokens = batch * seq
+        self.mine = self.tokens // (tp if layout.sp else 1)  # tokens where heads and units are not dealt out
         self.wide = max(size, 4)
-        self.hidden = self.tokens * spec.hidden * size
-        self.ffn = self.tokens * spec.ffn_width * size
-        self.q = self.tokens * spec.heads * spec.head_width * size
-        self.kv = self.tokens * spec.num_kv_heads * spec.head_width * size
-        self.statistic = self.tokens * self.wide  # one number a token
+        self.hidden = self.mine * spec.hidden * size
+        self.ffn = self.tokens * (spec.ffn_width // tp) * size
+        self.q = self.tokens * self.heads * spec.head_width * size
+        self.kv = self.tokens * self.kv_heads * spec.head_width * size
 
     # -- Llama ---------------------------------------------------------------------------------------------------
 
+    def llama_embedding(self) -> Iterator[Row]:
+        return self._words("model.embed_tokens")
+
     def llama_block(self, i: int) -> Iterator[Row]:
         at = f"model.layers.{i}"
-        yield from self._rms_norm(f"{at}.input_layernorm", "residual stream", self.hidden, 1)
+        yield from self._rms_norm(f"{at}.input_layernorm", "residual stream", self.hidden, self.mine)
         yield f"{at}.self_attn.q_proj", "normed input of q, k, v", self.hidden
         if i == 0:
             for what in ("cos", "sin"):  # one for all layers
                 yield Storage(f"{at}.self_attn", f"{what} beyond the stored table", self._long_table(), shared=True)
-        kv_heads = self.spec.num_kv_heads
-        for name, size, heads in (("q", self.q, self.spec.heads), ("k", self.kv, kv_heads)):
+        for name, size, heads in (("q", self.q, self.heads), ("k", self.kv, self.kv_heads)):
             if self.spec.qk_norm:
                 where = f"{at}.self_attn.{name}_norm"
-                yield from self._rms_norm(where, f"{name} before its norm", size, heads, by="linear")
+                yield from self._rms_norm(where, f"{name} before its norm", size, heads * self.tokens, by="linear")
             else:
                 yield Storage(f"{at}.self_attn.{name}_proj", f"{name} before rotation", size, "linear", saved=False)
         yield from self._core(f"{at}.self_attn", i, output=f"{at}.self_attn.o_proj")
         yield Storage(f"{at}.self_attn.o_proj", "output of o", self.hidden, "linear", saved=False)
-        yield from self._rms_norm(f"{at}.post_attention_layernorm", "residual stream", self.hidden, 1)
+        yield from self._rms_norm(f"{at}.post_attention_layernorm", "residual stream", self.hidden, self.mine)
         yield f"{at}.mlp.gate_proj", "normed input of gate, up", self.hidden
         yield Storage(f"{at}.mlp", "gate", self.ffn, "linear")
         yield Storage(f"{at}.mlp", "silu(gate)", self.ffn, "activation")
@@ -189,11 +210,11 @@ class _Shapes:
         yield Storage(f"{at}.mlp.down_proj", "output of down", self.hidden, "linear", saved=False)
 
     def llama_norm(self) -> Iterator[Row]:
-        return self._rms_norm("model.norm", "residual stream", self.hidden, 1)
+        return self._rms_norm("model.norm", "residual stream", self.hidden, self.mine)
 
-    def _rms_norm(self, where: str, what: str, size: int, heads: int, by: Operators | None = None) -> Iterator[Row]:
+    def _rms_norm(self, where: str, what: str, size: int, rows: int, by: Operators | None = None) -> Iterator[Row]:
         yield Storage(where, what, size, by)
-        yield where, "inverse root mean square", heads * self.statistic
+        yield where, "inverse root mean square", rows * self.wide
 
     def _long_table(self) -> int:
         """Bytes of cos (and of sin) where the sequence is longer than the stored table."""
@@ -203,8 +224,9 @@ class _Shapes:
     # -- GPT-2 ---------------------------------------------------------------------------------------------------
 
     def gpt2_embedding(self) -> Iterator[Row]:
-        yield "transformer.wpe", "positions", self.seq * 8
-        yield from self._dropout("dropout", self.spec.embd_dropout, self.tokens * self.spec.hidden)
+        yield from self._words("transformer.wte")
+        yield "transformer.wpe", "positions", self.seq * 8  # of all, where a part is looked up too
+        yield from self._dropout("dropout", self.spec.embd_dropout, self.mine * self.spec.hidden)
 
     def gpt2_block(self, i: int) -> Iterator[Row]:
         at = f"transformer.h.{i}"
@@ -212,13 +234,13 @@ class _Shapes:
         yield f"{at}.attn.c_attn", "normed input of q, k, v", self.hidden
         yield from self._core(f"{at}.attn", i, output=f"{at}.attn.c_proj")
         yield Storage(f"{at}.attn.c_proj", "output of the projection", self.hidden, "linear", saved=False)
-        yield from self._dropout(f"{at}.attn_dropout", self.spec.resid_dropout, self.tokens * self.spec.hidden)
+        yield from self._dropout(f"{at}.attn_dropout", self.spec.resid_dropout, self.mine * self.spec.hidden)
         yield from self._layer_norm(f"{at}.ln_2")
         yield f"{at}.mlp.c_fc", "normed input", self.hidden
         yield Storage(f"{at}.mlp", "before GELU", self.ffn, "linear")
         yield Storage(f"{at}.mlp.c_proj", "after GELU", self.ffn, "activation")
         yield Storage(f"{at}.mlp.c_proj", "output of the projection", self.hidden, "linear", saved=False)
-        yield from self._dropout(f"{at}.mlp_dropout", self.spec.resid_dropout, self.tokens * self.spec.hidden)
+        yield from self._dropout(f"{at}.mlp_dropout", self.spec.resid_dropout, self.mine * self.spec.hidden)
 
     def gpt2_norm(self) -> Iterator[Row]:
         return self._layer_norm("transformer.ln_f")
@@ -227,7 +249,7 @@ class _Shapes:
         yield where, "residual stream", self.hidden
         # torch's kernel for the CPU keeps them in the dtype of x.
         for what in ("mean", "inverse standard deviation"):
-            yield where, what, self.tokens * (self.size if self.cpu else self.wide)
+            yield where, what, self.mine * (self.size if self.cpu else self.wide)
 
     def _dropout(self, where: str, p: float, elements: int) -> Iterator[Row]:
         if p and self.dropout == "torch" and self.cpu:
@@ -236,6 +258,12 @@ class _Shapes:
             yield where, "dropout mask, a byte an element", elements
 
     # -- both ----------------------------------------------------------------------------------------------------
+
+    def _words(self, where: str) -> Iterator[Row]:
+        """Of an embedding whose words are dealt out. A whole one keeps the tokens, which are there anyway."""
+        if self.layout.tp > 1:
+            yield where, "tokens among this rank's words", self.tokens * 8
+            yield where, "whose words are other ranks'", self.tokens
 
     def _core(self, at: str, layer: int, output: str) -> Iterator[Row]:
         if self.attention == "sdpa" and self.spec.attn_dropout and self.cpu:
@@ -252,17 +280,17 @@ class _Shapes:
             yield core, "k", self.kv
             yield Storage(core, "v", self.kv, "linear")
         yield Storage(core, "output", self.q, "attention")
-        yield Storage(core, "log-sum of each softmax row", self.spec.heads * self.statistic, "attention")
+        yield Storage(core, "log-sum of each softmax row", self.heads * self.tokens * self.wide, "attention")
         if layer == 0 and self.spec.window is not None and self.spec.window < self.seq:
             yield Storage(core, "window mask, shared by all layers", self.seq * self.seq * self.size, shared=True)
 
     def _unfused(self, core: str, output: str) -> Iterator[Row]:
         """What torch makes of its fused attention on the CPU where it is to drop weights; GPT-2 only."""
-        spec, narrow = self.spec, self.size < self.wide
+        narrow = self.size < self.wide
         wide = self.q // self.size * self.wide
-        square = self.batch * spec.heads * self.seq * self.seq * self.wide
+        square = self.batch * self.heads * self.seq * self.seq * self.wide
         # v is copied where it is widened, and where its sequences and heads cannot be one dimension as they lie.
-        copied = narrow or (self.batch > 1 and spec.heads > 1)
+        copied = narrow or (self.batch > 1 and self.heads > 1)
         if copied:
             yield Storage(core, "q, k and v in one", 3 * self.q, "linear", saved=False)
         yield core, "q, scaled", wide
@@ -272,7 +300,7 @@ class _Shapes:
         yield Storage(core, "softmax", square, "softmax")
         yield core, "dropout factors, 0 or 1 / (1 − p)", square
         yield core, "dropped weights", square
-        if narrow or (spec.heads > 1 and self.seq > 1):
+        if narrow or (self.heads > 1 and self.seq > 1):
             yield Storage(core, "output by head", wide, "attention", saved=False)
             yield output, "output of attention", self.q
         else:
@@ -280,7 +308,7 @@ class _Shapes:
 
     def _written_out(self, core: str, layer: int, output: str) -> Iterator[Row]:
         spec = self.spec
-        square = self.batch * spec.heads * self.seq * self.seq
+        square = self.batch * self.heads * self.seq * self.seq
         if layer == 0 and spec.causal:
             mask = self.seq * self.seq * self.size
             yield Storage(core, "mask, shared by all layers", mask, saved=False, shared=True)
@@ -295,7 +323,7 @@ class _Shapes:
                 yield core, "v", self.kv
         else:
             yield core, "k", self.kv
-            if spec.num_kv_heads > 1 and self.seq > 1:
+            if self.kv_heads > 1 and self.seq > 1:
                 yield Storage(core, "v before its copy", self.kv, "linear", saved=False)
                 yield core, "v", self.kv
             else:
@@ -305,17 +333,26 @@ class _Shapes:
         if spec.attn_dropout:
             yield from self._dropout(f"{core}.dropout", spec.attn_dropout, square)
             yield core, "dropped weights", square * self.size
-        if spec.heads > 1 and self.seq > 1:
+        if self.heads > 1 and self.seq > 1:
             yield Storage(core, "output by head", self.q, "attention", saved=False)
             yield output, "output of attention", self.q
         else:  # no heads to bring together
             yield Storage(output, "output of attention", self.q, "attention")
 
-    def loss(self, loss: str) -> Iterator[Row]:
-        if loss == "chunked":
-            yield "lm_head", "gradient of the hidden states", self.hidden
-            yield "lm_head", "gradient of the head", self.spec.vocab * self.spec.hidden * self.size
-        else:
+    def head(self, loss: str) -> Iterator[Row]:
+        if loss == "full":
             yield "lm_head", "normed input", self.hidden
-            yield "", "log-softmax", self.tokens * self.spec.vocab * self.wide
-            yield "", "number of valid tokens", self.wide
+
+    def loss(self, loss: str) -> Iterator[Row]:
+        logits = self.tokens * self.vocab * self.wide
+        if loss == "chunked":
+            # Of the whole sequence: the ranks' gradients are added in backward.
+            yield "lm_head", "gradient of the hidden states", self.tokens * self.spec.hidden * self.size
+            yield "lm_head", "gradient of the head", self.vocab * self.spec.hidden * self.size
+        elif self.layout.tp > 1:
+            yield "lm_head", "softmax over this rank's words", logits
+            yield "lm_head", "targets among this rank's words", self.tokens * 8
+            yield "lm_head", "whose targets count", self.tokens
+        else:
+            yield "lm_head", "log-softmax", logits
+            yield "lm_head", "number of valid tokens", self.wide

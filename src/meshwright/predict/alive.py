@@ -25,7 +25,8 @@ from meshwright.spec.layout import Layout
 
 
 class Alive:
-    """Bytes alive on the device, by place. `everything` is what forward leaves there to backward."""
+    """Bytes alive on the device, by place. `everything` is what forward leaves there to backward, `logits` what is
+    there before the loss is computed from them."""
 
     def __init__(self, parts: Parts, layout: Layout) -> None:
         self.parts, self.layout = parts, layout
@@ -42,7 +43,8 @@ class Alive:
                 until = self._walk([row for row in block if row.saved], until)
                 self.block_ends.append(until)
             base += total(held)
-        self.everything = self._walk(parts.after, 0 if away else base)
+        self.logits = self._walk(parts.after, 0 if away else base)
+        self.everything = self._walk(parts.loss, self.logits)
 
     def before(self, *modules: str) -> int:
         """Bytes that are alive before forward comes to the first of `modules` that saves anything, or else at the

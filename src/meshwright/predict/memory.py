@@ -47,12 +47,13 @@ class Memory:
 
 
 def memory(run: RunSpec, layout: Layout, rank: int, device: Device | None = None) -> Memory:
-    """The bytes of data rank `rank` at its peak, with its largest micro-batch; a rank may have no sequence at all.
+    """The bytes of `rank`, its number in the world, at its peak, with its largest micro-batch; a rank may have no
+    sequence at all.
 
     device: by default that of the run; "auto" is taken for an accelerator, since no torch is asked here.
     """
     device = device or ("cpu" if run.device == "cpu" else "cuda")
-    sequences = largest_micro(run.batch.sequences, layout.data_ranks, rank, run.batch.micro)
+    sequences = largest_micro(run.batch.sequences, layout.data_ranks, layout.coordinates(rank)["dp"], run.batch.micro)
     fullest = max(moments(run, layout, sequences, cpu=device == "cpu"), key=lambda moment: moment.total)
     always = {
         **states(run, layout),

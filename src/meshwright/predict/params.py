@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from meshwright.spec.cuts import Cut, local_shape
 from meshwright.spec.joining import joined
+from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.splitting import Split, cut_of, found, plan, summed
 
 Shape = tuple[int, ...]
 
@@ -20,7 +23,8 @@ class TensorSpec:
     """One parameter. `unit` names what it is reduced (and later gathered) together with, where units are not joined.
 
     block: which one it is in, if in one. tied: it is used in several places. lookup: only its rows are looked up, so
-    that backward never reads it.
+    that backward never reads it. cut: how it is dealt out over the tensor ranks, as the first of them has it. summed:
+    the ranks ("tp", "tp.inner") over which its gradient is still to be summed after backward.
     """
 
     name: str
@@ -29,10 +33,25 @@ class TensorSpec:
     block: int | None = None
     tied: bool = False
     lookup: bool = False
+    cut: Cut | None = None
+    summed: str | None = None
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def local_shape(self) -> Shape:
+        """Of what a rank holds of it; a cut that does not divide is filled up."""
+        return local_shape(self.shape, self.cuts)
+
+    @property
+    def local_numel(self) -> int:
+        return math.prod(self.local_shape)
+
+    @property
+    def cuts(self) -> tuple[Cut, ...]:
+        return () if self.cut is None else (self.cut,)
 
     @property
     def decay(self) -> bool:
@@ -48,7 +67,8 @@ class UnitSpec:
 
     @property
     def numel(self) -> int:
-        return sum(t.numel for t in self.tensors)
+        """Elements that a rank holds of them where ZeRO cuts nothing."""
+        return sum(t.local_numel for t in self.tensors)
 
     @property
     def tied(self) -> bool:
@@ -61,9 +81,25 @@ class UnitSpec:
         return all(t.lookup for t in self.tensors)
 
 
-def tensors(spec: ModelSpec) -> tuple[TensorSpec, ...]:
-    """All parameters in the order of the module tree; a tied weight stands once, under the embedding's name."""
-    return tuple(_gpt2(spec) if spec.family == "gpt2" else _llama(spec))
+def tensors(spec: ModelSpec, layout: Layout | None = None) -> tuple[TensorSpec, ...]:
+    """All parameters in the order of the module tree; a tied weight stands once, under the embedding's name.
+
+    layout: by whose `tp` and `sp` they are cut.
+    """
+    whole = _gpt2(spec) if spec.family == "gpt2" else _llama(spec)
+    if layout is None or layout.tp == 1:
+        return tuple(whole)
+    splits = plan(spec)
+    return tuple(_dealt_out(tensor, splits, layout, spec) for tensor in whole)
+
+
+def _dealt_out(tensor: TensorSpec, splits: dict[str, Split], layout: Layout, spec: ModelSpec) -> TensorSpec:
+    module = tensor.name.rpartition(".")[0]
+    split = found(splits, module)
+    # GPT-2's blocks have matrices [in, out], all else [out, in]; a table of words has them first either way.
+    outputs = 1 if spec.family == "gpt2" and tensor.block is not None else 0
+    cut = None if split is None else cut_of(split, tensor.shape, outputs, layout.tp)
+    return replace(tensor, cut=cut, summed=summed(split, tensor.shape, cut, layout.sp))
 
 
 def count(spec: ModelSpec) -> int:
@@ -76,15 +112,16 @@ def embedding_count(spec: ModelSpec) -> int:
     return sum(t.numel for t in tensors(spec) if t.lookup)
 
 
-def units(spec: ModelSpec, join: int = 0) -> dict[str, UnitSpec]:
+def units(spec: ModelSpec, join: int = 0, layout: Layout | None = None) -> dict[str, UnitSpec]:
     """The units by name, in the order in which forward meets them.
 
-    join: units are joined until they hold as many parameters (see spec/joining.py), except the tied one.
+    join: units are joined until a rank holds as many parameters of each (see spec/joining.py), except the tied one.
+    layout: as for `tensors`.
     """
     groups: dict[str, list[TensorSpec]] = {}
-    for tensor in tensors(spec):
+    for tensor in tensors(spec, layout):
         groups.setdefault(tensor.unit, []).append(tensor)
-    sizes = ((name, sum(t.numel for t in group)) for name, group in groups.items())
+    sizes = ((name, sum(t.local_numel for t in group)) for name, group in groups.items())
     tied = {name for name, group in groups.items() if any(t.tied for t in group)}
     return {
         name: UnitSpec(tuple(sorted((t for member in members for t in groups[member]), key=lambda t: not t.decay)))
@@ -92,9 +129,9 @@ def units(spec: ModelSpec, join: int = 0) -> dict[str, UnitSpec]:
     }
 
 
-def unit_counts(spec: ModelSpec, join: int = 0) -> dict[str, int]:
-    """Number of parameters of each unit."""
-    return {name: unit.numel for name, unit in units(spec, join).items()}
+def unit_counts(spec: ModelSpec, join: int = 0, layout: Layout | None = None) -> dict[str, int]:
+    """Number of parameters of each unit that a rank holds where ZeRO cuts nothing."""
+    return {name: unit.numel for name, unit in units(spec, join, layout).items()}
 
 
 def segments(spec: ModelSpec, join: int = 0) -> int:

@@ -137,7 +137,7 @@ class _Step:
         self.block = {tensor.block: place for place, unit in held for tensor in unit.tensors}
         self.kept = reductions.kept(run, layout) if cpu else None
         self.wholes = reductions.wholes(run, layout)
-        self.alive = Alive(activations.storages(run.model, **_sizes(run, sequences, cpu)), layout)
+        self.alive = Alive(activations.storages(run.model, layout, **_sizes(run, sequences, cpu)), layout)
         self.region = layout.region(self.spec.layers)
         self.hidden = self.tokens * self.spec.hidden * self.size
         self.ffn = self.tokens * self.spec.ffn_width * self.size
@@ -157,7 +157,7 @@ class _Step:
 
     def head(self) -> Moment:
         lines = {
-            "activations": self.alive.before(""),
+            "activations": self.alive.logits,
             "logits": self.tokens * self.spec.vocab * self.size,
             "fresh gradients": self.table,
             "temporaries": self.hidden,

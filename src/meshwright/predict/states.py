@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from meshwright.predict.params import buffer_count, unit_counts
+from collections.abc import Iterator, Sequence
+
+from meshwright.predict.params import TensorSpec, buffer_count, unit_counts, units
+from meshwright.spec.boxes import boxes_of_run
+from meshwright.spec.cuts import in_whole
 from meshwright.spec.layout import Layout
 from meshwright.spec.run import RunSpec
 
@@ -13,10 +17,10 @@ STATES = ("parameters", "gradients", "master weights", "adam moments", "scalars"
 def states(run: RunSpec, layout: Layout) -> dict[str, int]:
     """Bytes of each of STATES on every rank, exact, for a resolved `layout`.
 
-    ZeRO 1 shards the optimizer's states over the ranks, 2 gradients too, 3 parameters too (Rajbhandari et al. 2020,
-    figure 1). Each unit is padded to equal shards. Master weights are there where parameters are narrower than they,
-    moments have the master weights' dtype, and one float32 counts the steps. At stage 3 freed parameters share
-    one element.
+    ZeRO 1 shards the optimizer's states over the data ranks, 2 gradients too, 3 parameters too (Rajbhandari et al.
+    2020, figure 1); what is sharded is a tensor rank's part of each tensor, what fills it up included. Each unit is
+    padded to equal shards. Master weights are there where parameters are narrower than they, moments have the master
+    weights' dtype, and one float32 counts the steps. At stage 3 freed parameters share one element.
     """
     whole = sum(padded(run, layout).values())
     shard = whole // shards(layout)
@@ -38,25 +42,63 @@ def shards(layout: Layout) -> int:
 def padded(run: RunSpec, layout: Layout) -> dict[str, int]:
     """Elements of each unit's flat buffer: its parameters, and as many more as make the shards equal."""
     cut = shards(layout)
-    return {name: -(-size // cut) * cut for name, size in unit_counts(run.model, layout.join).items()}
+    return {name: -(-size // cut) * cut for name, size in unit_counts(run.model, layout.join, layout).items()}
+
+
+def partial_sums(run: RunSpec, layout: Layout, rank: int) -> dict[str, int]:
+    """Elements of `rank`'s shards whose gradients are still to be summed over tensor ranks, by these: "tp",
+    "tp.inner"."""
+    cut = shards(layout)
+    place = layout.coordinates(rank)["dp"] % cut
+    found: dict[str, int] = {}
+    for unit in units(run.model, layout.join, layout).values():
+        length = -(-unit.numel // cut)
+        for tensor, start, stop in _pieces(unit.tensors, length * place, length * (place + 1)):
+            if tensor.summed is not None:
+                found[tensor.summed] = found.get(tensor.summed, 0) + stop - start
+    return found
+
+
+def _pieces(tensors: Sequence[TensorSpec], low: int, high: int) -> Iterator[tuple[TensorSpec, int, int]]:
+    """Of each tensor the elements [start, stop) that lie in [low, high) of their flat buffer."""
+    begin = 0
+    for tensor in tensors:
+        start, stop = max(low - begin, 0), min(high - begin, tensor.local_numel)
+        if start < stop:
+            yield tensor, start, stop
+        begin += tensor.local_numel
 
 
 def checkpoint_copy(run: RunSpec, layout: Layout, rank: int) -> int:
-    """Bytes that data rank `rank` keeps in the host's memory to write checkpoints from while training goes on, exact.
+    """Bytes that `rank` keeps in the host's memory to write checkpoints from while training goes on, exact.
 
-    Master weights and both moments of its part: ranks that hold the same shard share the writing. 0 where nothing is
-    saved, or training waits for it.
+    Master weights and both moments of its part: data ranks that hold the same shard share the writing, and what several
+    tensor ranks hold is written by the first of them. 0 where nothing is saved, or training waits for it.
     """
     if not (run.checkpoint.every and run.checkpoint.background):
         return 0
-    cut = shards(layout)
-    copies, place, which = layout.data_ranks // cut, rank % cut, rank // cut
+    cut, coordinates = shards(layout), layout.coordinates(rank)
+    copies = layout.data_ranks // cut
+    which, place = divmod(coordinates["dp"], cut)
     elements = 0
-    for size in unit_counts(run.model, layout.join).values():
-        length = -(-size // cut)
-        low, high = (min(length * place + length * part // copies, size) for part in (which, which + 1))
-        elements += high - low  # without padding
+    for unit in units(run.model, layout.join, layout).values():
+        length = -(-unit.numel // cut)
+        low, high = (length * place + length * part // copies for part in (which, which + 1))
+        for tensor, start, stop in _pieces(unit.tensors, low, high):  # without padding
+            elements += _written(tensor, start, stop, coordinates["tp"])
     return 3 * master_bytes(run) * elements
+
+
+def _written(tensor: TensorSpec, start: int, stop: int, tp: int) -> int:
+    """Elements of a tensor's run that the tensor rank at `tp` writes: none that another does, nor what fills up."""
+    if tensor.cut is None:
+        return stop - start if tp == 0 else 0
+    cut = tensor.cut.at(tp)
+    if cut.copy:
+        return 0
+    return sum(
+        whole.numel for box in boxes_of_run(tensor.local_shape, start, stop) for _, whole in in_whole(box, (cut,))
+    )
 
 
 def master_bytes(run: RunSpec) -> int:

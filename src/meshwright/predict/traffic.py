@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from meshwright.predict.params import units
+from meshwright.predict.rows import row
 from meshwright.predict.states import DTYPE_BYTES, padded, reduce_bytes, shards
+from meshwright.predict.tensor import tensor_traffic
 from meshwright.spec.batch import micro_steps
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import Layout
 from meshwright.spec.run import RunSpec
-from meshwright.spec.traffic import Operation, Phase, TrafficKey, TrafficRow, wire_bytes
+from meshwright.spec.traffic import TrafficRow
 
 METRICS_BYTES = 3 * 8  # loss sum, valid tokens, stop flag: float64 in every precision, so that counts stay exact
 MOST_MICROS = 10_000  # micro-batches with rows of their own
 NORM_BYTES = 8  # the sum of the squared gradients, float64
 
 
-def traffic(run: RunSpec, layout: Layout) -> tuple[TrafficRow, ...]:
-    """The rows of one step for a resolved `layout`; the same on every rank, whatever its part of the batch.
+def traffic(run: RunSpec, layout: Layout, rank: int = 0) -> tuple[TrafficRow, ...]:
+    """The rows of one step on `rank`, its number in the world, for a resolved `layout`.
 
-    A single data rank sends nothing.
+    The same on every rank where tp=1, whatever its part of the batch. Else what tensor ranks send depends on their
+    micro-batches, and the ranks of one data coordinate have the same. A single rank sends nothing.
     """
-    rows = [*_zero(run, layout), _row("all_reduce", "dp", layout.data_ranks, "step.metrics", "step", [METRICS_BYTES])]
-    return tuple(row for row in rows if row is not None)
+    dp, tp = layout.data_ranks, layout.tp
+    everyone = "+".join(axis for axis, ranks in (("dp", dp), ("tp", tp)) if ranks > 1)
+    rows = [
+        *_zero(run, layout),
+        *tensor_traffic(run, layout, rank),
+        row("all_reduce", everyone, dp * tp, "step.metrics", "step", [METRICS_BYTES]),
+    ]
+    if layout.zero or tp > 1:
+        axis, ranks = (everyone, dp * tp) if layout.zero else ("tp", tp)
+        rows.append(row("all_reduce", axis, ranks, "step.norm", "step", [NORM_BYTES]))
+    return tuple(found for found in rows if found is not None)
 
 
 def _zero(run: RunSpec, layout: Layout) -> Iterator[TrafficRow | None]:
@@ -33,9 +45,10 @@ def _zero(run: RunSpec, layout: Layout) -> Iterator[TrafficRow | None]:
     forward stays for backward, a tied one from its first use on, and backward never reads an embedding.
     """
     ranks, micros = layout.data_ranks, micro_steps(run.batch.sequences, layout.data_ranks, run.batch.micro)
-    if layout.zero >= 2 and micros > MOST_MICROS:
+    if (layout.zero >= 2 or layout.tp > 1) and micros > MOST_MICROS:
+        why = f"zero={layout.zero}" if layout.zero >= 2 else f"tp={layout.tp}"
         raise UserError(
-            f"batch: {micros:,} micro-batches a step, each with reductions of its own at zero={layout.zero}; "
+            f"batch: {micros:,} micro-batches a step, each with reductions of its own at {why}; "
             f"at most {MOST_MICROS:,}: use a larger batch.micro, or fewer batch.sequences"
         )
     sizes = list(padded(run, layout).values())
@@ -44,45 +57,27 @@ def _zero(run: RunSpec, layout: Layout) -> Iterator[TrafficRow | None]:
     cut = shards(layout)
     inner = "dp" if cut == ranks else "dp.inner"
     if layout.zero == 0:
-        yield _row("all_reduce", "dp", ranks, "zero.reduce", "backward", gradients)
+        yield row("all_reduce", "dp", ranks, "zero.reduce", "backward", gradients)
     elif layout.zero == 1:
-        yield _row("reduce_scatter", inner, cut, "zero.reduce", "backward", gradients)
+        yield row("reduce_scatter", inner, cut, "zero.reduce", "backward", gradients)
     else:
         for micro in range(micros):
-            yield _row("reduce_scatter", inner, cut, "zero.reduce", "backward", gradients, micro)
+            yield row("reduce_scatter", inner, cut, "zero.reduce", "backward", gradients, micro)
     if layout.zero and cut < ranks:
         shard = [size // cut * reduce_bytes(run) for size in sizes]
-        yield _row("all_reduce", "dp.outer", ranks // cut, "zero.replicas", "backward", shard)
+        yield row("all_reduce", "dp.outer", ranks // cut, "zero.replicas", "backward", shard)
     if layout.zero in (1, 2):
-        yield _row("all_gather", inner, cut, "zero.gather", "step", parameters)
+        yield row("all_gather", inner, cut, "zero.gather", "step", parameters)
     elif layout.zero == 3:
-        *earlier, _ = zip(units(run.model).values(), parameters, strict=True)
+        *earlier, _ = zip(units(run.model, layout=layout).values(), parameters, strict=True)
         again = [size for unit, size in earlier if not (unit.tied or unit.lookup)]
         by_step = layout.zero_gather == "step"
         for micro in range(1 if by_step else micros):
-            yield _row("all_gather", inner, cut, "zero.gather", "forward", parameters, micro)
+            yield row("all_gather", inner, cut, "zero.gather", "forward", parameters, micro)
             if not by_step:
-                yield _row("all_gather", inner, cut, "zero.gather", "backward", again, micro)
-    if layout.zero:
-        yield _row("all_reduce", "dp", ranks, "step.norm", "step", [NORM_BYTES])
+                yield row("all_gather", inner, cut, "zero.gather", "backward", again, micro)
 
 
 def total_wire(rows: Iterable[TrafficRow]) -> float:
     """Bytes one rank sends, all rows together."""
-    return sum(row.wire for row in rows)
-
-
-def _row(
-    operation: Operation,
-    axis: str,
-    ranks: int,
-    reason: str,
-    phase: Phase,
-    payloads: Sequence[int],
-    micro: int | None = None,
-) -> TrafficRow | None:
-    if ranks == 1 or not payloads:
-        return None
-    key = TrafficKey(operation, axis, reason, phase, micro)
-    # The formula of the sum, not the sum of the formula's values: the ledger does the same, and rounds the same.
-    return TrafficRow(key, len(payloads), sum(payloads), wire_bytes(operation, ranks, sum(payloads)))
+    return sum(each.wire for each in rows)

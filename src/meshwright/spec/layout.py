@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -120,6 +121,22 @@ class Layout(BaseModel):
 
     def size(self, axis: Axis) -> int:
         return self.data_ranks if axis == "dp" else int(getattr(self, axis))
+
+    def coordinates(self, rank: int) -> dict[Axis, int]:
+        """The place on each axis of rank number `rank`: the first axis of the order varies fastest."""
+        assert 0 <= rank < self.world, f"rank {rank} of {self.world}"
+        found: dict[Axis, int] = {}
+        for axis in self.order:
+            rank, found[axis] = divmod(rank, self.size(axis))
+        return found
+
+    def rank_at(self, places: Mapping[Axis, int]) -> int:
+        """The number of the rank at `places`, 0 on the axes that they leave out."""
+        rank, stride = 0, 1
+        for axis in self.order:
+            rank += stride * places.get(axis, 0)
+            stride *= self.size(axis)
+        return rank
 
     def resolve(self, ranks: int | None) -> Layout:
         """Settle `dp: auto` for `ranks` ranks, or for as many as the layout needs where `ranks` is None.

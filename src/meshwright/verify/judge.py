@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from meshwright.predict.activations import Saved, total
 from meshwright.predict.memory import memory
@@ -31,12 +32,13 @@ def judge(run: RunSpec, steps: int, ranks: Sequence[Evidence], expected: Evidenc
     bound = bound_of(run)
     tensors = compare_tensors(ranks, expected, bound, least_sizes(run))
     scalars = check_scalars(ranks, expected, bound)
-    moved = check_traffic(ranks, traffic(run, run.layout))
+    moved = _traffic(run, ranks)
     held = check_states(ranks, states(run, run.layout) | {"buffers": buffers(run), OTHER: 0})
     # What a compiled block keeps is the compiler's choice, and not predicted.
     kept, differences = _activations(run, ranks) if run.compile == "none" else ([], [])
     factors = {
         "dp": run.layout.data_ranks,
+        "tp": run.layout.tp,
         "micro-batches": micro_steps(run.batch.sequences, run.layout.data_ranks, run.batch.micro),
     }
     findings = diagnose(tensors, factors, len(ranks))
@@ -55,6 +57,17 @@ def judge(run: RunSpec, steps: int, ranks: Sequence[Evidence], expected: Evidenc
     if not all(c.passed for c in kept):
         findings += [f"activations of {d.where or 'the model'}: {_difference(d)}" for d in differences]
     return Report(run, steps, bound, tensors, scalars, moved, held, kept, differences, findings)
+
+
+def _traffic(run: RunSpec, ranks: Sequence[Evidence]) -> list[Check]:
+    """Each rank against its own prediction; of what several sent, the check at the rank where they differ most."""
+    worst: dict[str, Check] = {}
+    for rank, evidence in enumerate(ranks):
+        for check in check_traffic([evidence], traffic(run, run.layout, rank)):
+            known = worst.get(check.what)
+            if known is None or abs(check.expected - check.found) > abs(known.expected - known.found):
+                worst[check.what] = replace(check, rank=rank)
+    return list(worst.values())
 
 
 def _undeclared(ranks: Sequence[Evidence]) -> list[tuple[int, str]]:
