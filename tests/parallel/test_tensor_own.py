@@ -199,6 +199,9 @@ def siblings(mesh):
     same(whole(found.gate(x)), plain.gate(x))
     same(whole(found.gate(x)), plain.gate(x))
     same(whole(found.up(x)), plain.up(x))
+    # Another input, as new as the first.
+    found.gate(x)
+    same(whole(found.up(2 * x)), plain.up(2 * x))
     # Without gradients first: what was left behind has no graph.
     with torch.no_grad():
         found.gate(x)

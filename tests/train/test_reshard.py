@@ -133,14 +133,12 @@ CUT = {
     "gpt2": ModelSpec(family="gpt2", vocab=101, hidden=8, layers=2, heads=4, max_seq=16, tied=False),
 }  # fmt: skip
 CUT_LAYOUTS = [
-    Layout(dp=1),
-    Layout(dp=3, zero=3),
+    Layout(dp=2, zero=3),
     Layout(dp=1, tp=2),
     Layout(dp=1, tp=4, sp=True),
-    Layout(dp=2, tp=2, zero=1, zero_join=300),
+    Layout(dp=2, tp=2, zero=1, zero_join=300, order=("dp", "tp", "cp", "pp")),
     Layout(dp=2, tp=2, sp=True, zero=3),
-    Layout(dp=2, tp=2, zero=2, zero_shard=1, order=("dp", "tp", "cp", "pp")),
-    Layout(dp=1, tp=4, zero=2),
+    Layout(dp=2, tp=2, zero=2, zero_shard=1),
 ]
 
 
@@ -149,12 +147,13 @@ def load_and_score(mesh, run, found):
     data = UnequalData(run.model.vocab, run.data.seq_len, 1)
     results = []
     for where in found:
-        ((tensors, steps, tokens, _),) = load_each(mesh, run, [where])
         trainer = Trainer(run, mesh)
         about = checkpoint.manifest_of(where)
+        state.check_fits(trainer, about)
         checkpoint.read(where, state.held_parts(trainer), about)
         state.restored(trainer, about.meta)
-        results.append((tensors, steps, tokens, trainer.evaluate(data, torch.arange(5)).loss))
+        loss = trainer.evaluate(data, torch.arange(5)).loss
+        results.append((whole(trainer), trainer.optimizer.steps, loss))
     return results
 
 
@@ -186,8 +185,8 @@ def test_layouts_that_cut_tensors(ranks, tmp_path, family):
     for layout in CUT_LAYOUTS:
         run = run_of(CUT[family], layout, seed=99, seq_len=8)
         for results in on(ranks, layout, load_and_score, run, found):
-            for number, (tensors, steps, tokens, loss) in enumerate(results):
-                assert (steps, tokens) == (2, 5)
+            for number, (tensors, steps, loss) in enumerate(results):
+                assert steps == 2
                 assert same(tensors, saved[number]), (CUT_LAYOUTS[number], layout)
                 losses.setdefault(number, []).append(loss)
     for each in losses.values():

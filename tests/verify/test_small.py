@@ -35,6 +35,23 @@ def test_heads_are_grouped_alike(kv_heads, small):
     assert small_run(run_of(model)).model.num_kv_heads == small
 
 
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "tp", "small"),
+    [(8, None, 4, 4), (8, 2, 8, 2), (16, 8, 16, 8), (16, 1, 16, 1), (6, 3, 3, 3), (12, 6, 3, 3), (6, 2, 6, 2)],
+)
+def test_tensor_ranks_share_its_heads(heads, kv_heads, tp, small, sp):
+    """What they can share of the large model they can share of the small one."""
+    model = ModelSpec(
+        family="llama", vocab=64, hidden=8 * heads, layers=3, heads=heads, kv_heads=kv_heads, ffn=96, max_seq=97
+    )
+    run = RunSpec(model=model, layout=Layout(dp=1, tp=tp, sp=sp), data=Data(seq_len=96))
+    assert small_run(run).model.num_kv_heads == small
+    gpt2 = ModelSpec(family="gpt2", vocab=64, hidden=8 * heads, layers=3, heads=heads, ffn=96, max_seq=19)
+    run = RunSpec(model=gpt2, layout=Layout(dp=1, tp=tp, sp=sp), data=Data(seq_len=tp))
+    assert small_run(run).data.seq_len == (19 // tp * tp if sp else 19)
+
+
 @pytest.mark.parametrize("max_seq", [1, 16, 24, 1000])
 def test_few_learned_positions_make_short_sequences(max_seq):
     model = ModelSpec(family="gpt2", vocab=64, hidden=64, layers=3, heads=8, max_seq=max_seq)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from meshwright.predict.params import count, unit_counts, units
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
@@ -11,19 +13,27 @@ CLIP = 0.1
 """Gradient norm that a proof clips to at most: the small models' norms are near 1, so a run's own 1.0 hardly acts."""
 
 
-def small_model(spec: ModelSpec) -> ModelSpec:
-    """The same family, options and head grouping with two layers, short heads and a vocabulary that divides nothing."""
-    kv_heads = {spec.heads: None, 1: 1}.get(spec.num_kv_heads, 2)  # as many as heads, a single one, or groups
-    size = {"layers": min(spec.layers, 2), "vocab": 101, "heads": 4, "hidden": 32, "head_dim": None}
+def small_model(spec: ModelSpec, tp: int = 1) -> ModelSpec:
+    """The same family, options and head grouping with two layers, short heads and a vocabulary that divides nothing.
+
+    `tp` ranks can share its heads and its feed-forward where they can share those of `spec`.
+    """
+    heads, groups = (4, 2) if 4 % tp == 0 else (2 * tp, math.gcd(spec.num_kv_heads, tp))
+    kv_heads = {spec.heads: None, 1: 1}.get(spec.num_kv_heads, groups)  # as many as heads, a single one, or groups
+    size = {"layers": min(spec.layers, 2), "vocab": 101, "heads": heads, "hidden": 8 * heads, "head_dim": None}
     if spec.family == "llama":
-        size |= {"kv_heads": kv_heads, "ffn": 56}
+        size |= {"kv_heads": kv_heads, "ffn": _up(56, tp)}
         if spec.head_dim is not None:
             size["head_dim"] = 12
         if spec.window is not None:
             size["window"] = min(spec.window, 8)
     else:
-        size |= {"ffn": None if spec.ffn is None else 72}
+        size |= {"ffn": None if spec.ffn is None else _up(72, tp)}
     return ModelSpec.model_validate(spec.model_dump() | size)
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def small_layout(layout: Layout, large: ModelSpec, small: ModelSpec) -> Layout:
@@ -46,14 +56,17 @@ def small_run(run: RunSpec, seq_len: int = 24, micro: int = 2, accumulate: int =
     """
     sequences = max(run.layout.data_ranks * micro * accumulate - 1, 1)
     clip = run.optimizer.clip
-    model = small_model(run.model)
+    model = small_model(run.model, run.layout.tp)
+    length = min(seq_len, run.model.max_seq)
+    if run.layout.sp:
+        length = max(length // run.layout.tp, 1) * run.layout.tp
     return RunSpec.model_validate(
         run.model_dump()
         | {
             "model": model.model_dump(),
             "layout": small_layout(run.layout, run.model, model).model_dump(),
             "optimizer": run.optimizer.model_dump() | {"clip": None if clip is None else min(clip, CLIP)},
-            "data": run.data.model_dump() | {"seq_len": min(seq_len, run.model.max_seq)},
+            "data": run.data.model_dump() | {"seq_len": length},
             "batch": Batch(sequences=sequences, micro=micro).model_dump(),
         }
     )
