@@ -2,45 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import re
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 from torch import nn
 
-PAGE = Path(__file__).parents[2] / "docs" / "zero.md"
-
-
-def run_example(text: str, world: int, folder: Path) -> list[str]:
-    """What rank 0 prints."""
-    script = folder / "own.py"
-    script.write_text(text)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "WORLD_SIZE": f"{world}"}
-    shared |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script)],
-            env=shared | {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "LOCAL_WORLD_SIZE": f"{world}"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        told = [rank.communicate(timeout=90) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * world, told
-    return told[0][0].splitlines()
+from examples import example_of, run_example
 
 
 def plainly(world: int) -> list[str]:
@@ -60,8 +27,7 @@ def plainly(world: int) -> list[str]:
 
 
 def test_the_example_runs_under_two_ranks(tmp_path: Path) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    found = dict(line.split() for line in run_example(example, 2, tmp_path))
+    found = dict(line.split() for line in run_example(example_of("zero.md"), 2, tmp_path))
     expected = dict(line.split() for line in plainly(2))
     assert found.keys() == expected.keys()
     assert all(abs(float(found[name]) - float(expected[name])) < 3e-4 for name in expected)
