@@ -22,7 +22,7 @@ def generate(
     if not prompt or temperature < 0:
         raise ValueError(f"prompt of {len(prompt)} tokens, temperature {temperature}; at least 1 and 0")
     device = next(model.parameters()).device
-    window: int = model.spec.max_seq // multiple * multiple
+    window: int = max(model.spec.max_seq // multiple, 1) * multiple
     generator = torch.Generator().manual_seed(seed)  # the CPU's: the accelerator's would draw others
     ids = list(prompt)
     was_training = model.training

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from meshwright.predict.params import count, unit_counts, units
+from meshwright.predict.params import unit_counts, units
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import Batch, RunSpec
@@ -43,9 +43,10 @@ def small_layout(layout: Layout, large: ModelSpec, small: ModelSpec) -> Layout:
     """
     if not layout.join:
         return layout
-    join = layout.join * unit_counts(small)["blocks.0"] / unit_counts(large)["blocks.0"]
-    if sum(not unit.tied for unit in units(large, layout.join).values()) > 1:
-        join = min(join, count(small) / 3)
+    held = unit_counts(small, layout=layout)
+    join = layout.join * held["blocks.0"] / unit_counts(large, layout=layout)["blocks.0"]
+    if sum(not unit.tied for unit in units(large, layout.join, layout).values()) > 1:
+        join = min(join, sum(held.values()) / 3)
     return layout.model_copy(update={"zero_join": max(round(join), 1)})
 
 
