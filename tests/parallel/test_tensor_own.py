@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from meshwright.model.layers import Conv1D
 from meshwright.parallel.flat import Precision
 from meshwright.parallel.placement import put_together
 from meshwright.parallel.tensor import apply
@@ -270,6 +271,41 @@ def test_frozen_parameters(ranks, frozen):
         assert trained == {name for name, p in plain.named_parameters() if p.requires_grad}
 
 
+def frozen_sibling(mesh, stage):
+    found = model()
+    found.get_parameter("blocks.0.gate.weight").requires_grad_(False)
+    _, placements = apply(found, mesh, GATED)
+    try:
+        shard(found, mesh, stage, placements=placements)
+    except UserError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_siblings_of_which_one_is_frozen_would_wait_for_each_other(ranks, stage):
+    """Computed when the first is called, the other's parameters might not have come, or be gone."""
+    refused = "zero: blocks.0.gate and blocks.0.up are computed together and must be in one unit"
+    for said in ranks.run(2, frozen_sibling, stage, axes={"tp": 2}):
+        assert said == "nothing" if stage == 0 else said.startswith(refused), said
+
+
+def states_of_parts(mesh):
+    found = model()
+    _, placements = apply(found, mesh, GATED)
+    shard(found, mesh, 0, placements=placements)
+    try:
+        found.state_dict()
+    except UserError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_state_dict_of_parts_is_refused(ranks):
+    for said in ranks.run(2, states_of_parts, axes={"tp": 2}):
+        assert said.startswith("tensor: state_dict() would hold this rank's parts of tensors"), said
+
+
 class Sequence(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8))
@@ -303,6 +339,8 @@ class Odd(nn.Module):
         self.attention = nn.MultiheadAttention(8, 2)
         self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
         self.b.weight = self.a.weight
+        self.gpt2 = Conv1D(8, 12, dtype=torch.float32, device=torch.device("cpu"))
+        self.drop = nn.Dropout(0.1)
 
 
 REFUSED = [
@@ -318,6 +356,9 @@ REFUSED = [
     ({"wide": Split("columns", (6, 4))}, "wide.weight has 12 outputs, and the plan says 6 + 4"),
     ({"wide": Split("columns", (9, 3))}, "tp=2 does not divide the 12 outputs of wide.weight; use one of 1, 3"),
     ({"a": COLUMNS}, "a.weight and b.weight are one tensor, and the plan cuts them unlike"),
+    ({"wide": Split("rows", heads=1)}, "tp=2 does not divide the 8 inputs of 1 heads of wide.weight; use one of 1"),
+    ({"wide": Split("columns", reads="x"), "gpt2": Split("columns", reads="x")}, "layers of the module that read one"),
+    ({"drop": Split("sequence")}, "drop draws its masks from torch's generator"),
     ({"wide": Split("vocabulary")}, "wide is neither embedding nor head, and cannot be cut by words"),
 ]  # fmt: skip
 

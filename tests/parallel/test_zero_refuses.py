@@ -149,6 +149,15 @@ def test_a_micro_batch_outside_a_step_is_refused(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
+def test_a_second_finish_in_a_step_is_refused(stage):
+    """Sums over others than the data ranks would be taken of sums."""
+    sharded = single(Chain(), stage)
+    step(sharded, [torch.ones(1, 4)])
+    with pytest.raises(UserError, match=r"finish\(\) outside a step"):
+        sharded.finish()
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_second_backward_in_a_micro_batch_is_refused(stage):
     sharded = single(module(), stage)
     sharded.begin()

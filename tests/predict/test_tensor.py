@@ -269,7 +269,7 @@ def test_the_shards_have_the_sums_of_their_pieces(layout: Layout, groups: int) -
         (Layout(dp=2, zero=1), "dp", "dp"),
         (Layout(dp=1, zero=1), None, None),
         (Layout(dp=1, tp=2), "tp", "tp"),
-        (Layout(dp=2, tp=2), "dp+tp", "tp"),
+        (Layout(dp=2, tp=2), "dp+tp", "dp+tp"),
         (Layout(dp=2, tp=2, zero=1), "dp+tp", "dp+tp"),
         (Layout(dp=1, tp=2, zero=3), "tp", "tp"),
     ],

@@ -73,11 +73,15 @@ class Gathered:
     """A tensor on its way together."""
 
     def __init__(self, parts: Tensor, pending: Pending, dim: int) -> None:
-        self._parts, self._pending, self._dim = parts, pending, dim
+        self._parts: Tensor | None = parts
+        self._pending, self._dim = pending, dim
 
     def wait(self) -> Tensor:
+        """The whole, once; a copy but where a single sequence lies in order as it came."""
         self._pending.wait()
-        return self._parts.movedim(0, self._dim).flatten(self._dim, self._dim + 1)
+        parts, self._parts = self._parts, None
+        assert parts is not None
+        return parts.movedim(0, self._dim).flatten(self._dim, self._dim + 1)
 
 
 # -- products whose outputs are dealt out -----------------------------------------------------------------------------
@@ -109,6 +113,11 @@ class Columns(nn.Module):
         self.gather_input, self.gather_output = gather_input, gather_output
         self.together = Together(line, reason)
         self.together.layers.append(self)
+
+    @property
+    def companions(self) -> list[Columns]:
+        """Layers whose parameters are read when this one is called."""
+        return self.together.layers
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.together(self, x)

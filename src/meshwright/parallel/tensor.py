@@ -70,6 +70,11 @@ def apply(
     keys = {
         name: key for name, _ in module.named_modules(remove_duplicate=False) if (key := key_of(plan, name)) is not None
     }
+    if sequence and (options := [key for key, split in plan.items() if split.options]):
+        raise UserError(
+            f"tensor: {', '.join(options)} gather or scatter features, and between such layers every rank would have "
+            "the whole gradient of what sequence parallelism takes for a part; use one of the two"
+        )
     if missing := [key for key in plan if key not in keys.values()]:
         raise UserError(f"tensor: the plan names {', '.join(missing)}, and the module has no such layer")
     splits = {name: plan[key] for name, key in keys.items()}
@@ -102,12 +107,21 @@ def apply(
             new = kind(part["weight"], part.get("bias"), outputs, line, _reason(parent), **options)
             if isinstance(new, Columns) and split.reads:
                 new.together = together.setdefault((parent, split.reads), new.together)
+                first = new.together.layers[0]
+                if (first.outputs, first.gather_input) != (new.outputs, new.gather_input):
+                    raise UserError(f"tensor: layers of {parent or 'the module'} that read one input are unlike {name}")
                 if new not in new.together.layers:
                     new.together.layers.append(new)
         elif split.style in ("vocabulary", "positions"):
             new = vocabulary.part_of(old, name, part, line)
-        elif isinstance(old, Dropout) and (sequence or split.style == "heads"):
-            old.part = (coordinate, tp)
+        elif isinstance(old, Dropout):
+            if sequence or split.style == "heads":
+                old.part = (coordinate, tp)
+        elif isinstance(old, nn.Dropout) and tp > 1:
+            raise UserError(
+                f"tensor: {name} draws its masks from torch's generator, which does not know the parts of a "
+                "tensor; use meshwright.model.dropout.Dropout"
+            )
         if new is not None:
             setattr(module.get_submodule(parent), leaf, new.train(old.training))
     for (parent, _), layers in together.items():
@@ -139,7 +153,8 @@ def _check_divides(placement: Placement, split: Split, cut: Cut, tp: int) -> Non
     if sum(cut.blocks) != size:
         fused = " + ".join(map(str, cut.blocks))
         raise UserError(f"tensor: {placement.name} has {size} {what}, and the plan says {fused}")
-    if (split.heads % tp and tp % split.heads) or any(block % cut.ways for block in cut.blocks):
+    torn = split.heads % tp and (split.style == "rows" or tp % split.heads)  # copies of inputs would be added twice
+    if torn or any(block % cut.ways for block in cut.blocks):
         by = math.gcd(*cut.blocks, split.heads)
         heads = f" of {split.heads} heads" if split.heads else ""
         raise UserError(
@@ -167,6 +182,6 @@ def _options(split: Split, name: str) -> tuple[Option, ...]:
 
 
 def _reason(parent: str) -> str:
-    """ "tp.attn" or "tp.mlp": the half block that a layer is in, by the last name of its module."""
-    last = parent.rpartition(".")[2] or "model"
+    """ "tp.attn" or "tp.mlp": the half block that a layer is in, by the last name of its module that is no number."""
+    last = next((word for word in reversed(parent.split(".")) if word and not word.isdigit()), "model")
     return f"tp.{ {'self_attn': 'attn'}.get(last, last) }"

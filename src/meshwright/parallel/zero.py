@@ -132,7 +132,8 @@ class Sharded:
                         entry.register_forward_pre_hook(partial(self._arrived, unit))
             module.register_forward_pre_hook(self._settle_unless_training)
             module.register_forward_hook(self._forward_ends)
-        if stage:
+        self._cut = any(placement.cuts for placement in self.placements.values())
+        if stage or self._cut:
             for part in module.modules():
                 part.register_state_dict_pre_hook(self._before_state_dict)
 
@@ -176,8 +177,11 @@ class Sharded:
     def finish(self) -> Iterator[Unit]:
         """Yield each trainable unit once its sum is there; the last micro-batch must have begun.
 
-        Exhaust it: the caller works on the units that are there while the others are still on the wire.
+        Exhaust it: the caller works on the units that are there while the others are still on the wire. Raises
+        UserError for a second time in one step, which would add up what has been added up.
         """
+        if not self._begun:
+            raise UserError(f"zero={self.stage}: finish() outside a step; call begin() before its first micro-batch")
         self._begun = False
         self.end_micro()
         assert self._reducer.begun, (
@@ -365,6 +369,11 @@ class Sharded:
     # -- who reads the module itself --------------------------------------------------------------------------------
 
     def _before_state_dict(self, *_: object) -> None:
+        if self._cut:
+            raise UserError(
+                "tensor: state_dict() would hold this rank's parts of tensors; take the whole ones from "
+                "Sharded.named_parameters() on all ranks"
+            )
         if self.stage == 3:
             raise UserError(
                 "zero=3: state_dict() would hold no values, as parameters are whole only while they compute; take them "
@@ -413,5 +422,20 @@ def shard(
         placements = plain_placements(module, replicated=[axis for axis, size in mesh.sizes.items() if size > 1])
     regions = recompute.regions if recompute is not None else ()
     plans = plan_units(module, placements, units, options.join)
+    if stage:
+        _check_companions(module, plans)
     _SHARDED.update(module.modules())
     return Sharded(module, mesh, stage, plans, options, regions)
+
+
+def _check_companions(module: nn.Module, plans: Sequence[UnitPlan]) -> None:
+    """Raise UserError where a layer reads parameters of another one in a unit that may not be there yet."""
+    unit_of = {name.rpartition(".")[0]: plan.name for plan in plans for p in plan.placements for name in p.names}
+    names = {layer: name for name, layer in module.named_modules()}
+    for name, layer in module.named_modules():
+        for other in getattr(layer, "companions", ()):
+            if unit_of[name] != unit_of[names[other]]:
+                raise UserError(
+                    f"zero: {name} and {names[other]} are computed together and must be in one unit; train or freeze "
+                    "both, or use zero=0"
+                )

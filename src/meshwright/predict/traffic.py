@@ -29,8 +29,7 @@ def traffic(run: RunSpec, layout: Layout, rank: int = 0) -> tuple[TrafficRow, ..
     everyone = "+".join(axis for axis, ranks in (("dp", dp), ("tp", tp)) if ranks > 1)
     rows = [*_zero(run, layout), *tensor_traffic(run, layout, rank)]
     if layout.zero or tp > 1:
-        axis, ranks = (everyone, dp * tp) if layout.zero else ("tp", tp)
-        rows.append(row("all_reduce", axis, ranks, "step.norm", "step", [NORM_BYTES]))
+        rows.append(row("all_reduce", everyone, dp * tp, "step.norm", "step", [NORM_BYTES]))
     rows.append(row("all_reduce", everyone, dp * tp, "step.metrics", "step", [METRICS_BYTES]))
     return tuple(found for found in rows if found is not None)
 

@@ -233,13 +233,11 @@ class Trainer:
         squares = torch.stack(norms).square_().sum() if norms else torch.zeros((), dtype=torch.float64)
         squares = squares.to(self.mesh.device)
         replicas = 1
-        if self.sharded.stage:
+        if self.sharded.stage or self.line is not None:
             # Each rank has the sums of its own shard. Over all ranks, also those that hold the same shards, so that
             # all have the same bits and decide alike.
             self._everybody.all_reduce(squares, reason="step.norm", phase="step")
-            replicas = self.mesh.sizes["dp"] // self.sharded.group.size
-        elif self.line is not None:
-            self.line.group.all_reduce(squares, reason="step.norm", phase="step")
+            replicas, _ = self.sharded.copies
         return math.sqrt(float(squares) / replicas)
 
 
