@@ -1,6 +1,8 @@
 # make demo: trains a small model for real. make test: every test. Both set up .venv first, where it is not there.
 
 PYTHON ?= python3
+# Processes that run tests beside each other: tests wait for ranks, so more than cores.
+WORKERS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 
@@ -10,7 +12,7 @@ demo: $(VENV)/.installed
 	$(BIN)/meshwright train
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check src tests benchmarks
