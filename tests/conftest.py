@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
+# Several tests run beside each other, and a thread that waits for its share of an operation does so without pause.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import sys
 from collections.abc import Iterator
 from pathlib import Path
