@@ -12,6 +12,7 @@ the other ranks wait; beside it, on two ranks, ours on one thread a rank.
 from __future__ import annotations
 
 import argparse
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -86,7 +87,7 @@ class Stack(nn.Module):
 Plan = dict[str, splitting.Split]
 
 
-class Contestant:
+class Contestant(ABC):
     """A stack laid out over the ranks of `tp`, and with `sp` this rank's part of the sequence x [B, T, D]."""
 
     def __init__(self, stack: Stack, x: Tensor, mesh: Mesh, sp: bool) -> None:
@@ -100,12 +101,13 @@ class Contestant:
         loss.backward()
         return loss.detach()
 
+    @abstractmethod
     def gradients(self) -> Iterator[tuple[str, Tensor, tuple[Cut, ...]]]:
         """After `accumulate`: each parameter's name, its gradient, and how this is cut."""
-        raise NotImplementedError
 
+    @abstractmethod
     def step(self) -> None:
-        raise NotImplementedError
+        """One training step."""
 
 
 class Ours(Contestant):

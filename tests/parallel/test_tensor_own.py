@@ -229,6 +229,7 @@ def siblings(mesh):
 
 
 def test_siblings(ranks):
+    """All is asserted on the ranks, whose failures `run` raises."""
     ranks.run(2, siblings, axes={"tp": 2})
 
 

@@ -68,15 +68,20 @@ def train_and_save(mesh, run, folder, background):
     return whole(trainer), sum(part.tensor.nbytes for part in state.saved_parts(trainer))
 
 
+def trainer_of(mesh, run, where):
+    """One that goes on from the checkpoint in `where`, and the manifest of that."""
+    trainer, about = Trainer(run, mesh), checkpoint.manifest_of(where)
+    state.check_fits(trainer, about)
+    checkpoint.read(where, state.held_parts(trainer), about)
+    state.restored(trainer, about.meta)
+    return trainer, about
+
+
 def load_each(mesh, run, found):
     """What this layout makes of each checkpoint; `found` has folders."""
     results = []
     for where in found:
-        trainer = Trainer(run, mesh)
-        about = checkpoint.manifest_of(where)
-        state.check_fits(trainer, about)
-        checkpoint.read(where, state.held_parts(trainer), about)
-        state.restored(trainer, about.meta)
+        trainer, about = trainer_of(mesh, run, where)
         compute = {name: p.detach().clone() for name, p in trainer.model.named_parameters()} if mesh.world == 1 else {}
         results.append((whole(trainer), trainer.optimizer.steps, state.Counts.of(about.meta).tokens, compute))
     return results
@@ -147,11 +152,7 @@ def load_and_score(mesh, run, found):
     data = UnequalData(run.model.vocab, run.data.seq_len, 1)
     results = []
     for where in found:
-        trainer = Trainer(run, mesh)
-        about = checkpoint.manifest_of(where)
-        state.check_fits(trainer, about)
-        checkpoint.read(where, state.held_parts(trainer), about)
-        state.restored(trainer, about.meta)
+        trainer, _ = trainer_of(mesh, run, where)
         loss = trainer.evaluate(data, torch.arange(5)).loss
         results.append((whole(trainer), trainer.optimizer.steps, loss))
     return results

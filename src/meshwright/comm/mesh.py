@@ -27,7 +27,7 @@ from meshwright.comm.collectives import Group
 from meshwright.comm.ledger import Ledger
 from meshwright.comm.patience import Patience
 from meshwright.comm.scratch import Scratch
-from meshwright.spec.layout import AXES, Axis, Layout
+from meshwright.spec.layout import AXES, Axis, Layout, places
 
 _MESHES: weakref.WeakSet[Mesh] = weakref.WeakSet()
 
@@ -70,7 +70,7 @@ class Mesh:
         self.world = math.prod(sizes.values())
         self.sizes = {axis: sizes[axis] for axis in order}  # innermost axis first
         self._strides = dict(zip(self.sizes, itertools.accumulate(self.sizes.values(), mul, initial=1), strict=False))
-        self.coords = {axis: rank // self._strides[axis] % size for axis, size in self.sizes.items()}
+        self.coords = places(rank, self.sizes)
 
     @classmethod
     def create(cls, layout: Layout, *, device: torch.device, timeout: float) -> Mesh:

@@ -54,7 +54,7 @@ class _Chunked(torch.autograd.Function):
             if dhidden is not None:
                 torch.mm(grad, weight, out=dhidden[begin : begin + LOSS_ROWS])
             if dweight is not None:
-                _add_product_(dweight, grad, part)
+                add_product_(dweight, grad, part)
             del grad  # before the next chunk's logits come
         ctx.save_for_backward(dhidden, None if dweight is None else dweight.to(weight.dtype))
         return total
@@ -74,7 +74,8 @@ def _softmax_minus_one_hot_(logp: Tensor, target: Tensor) -> Tensor:
     return grad.scatter_add_(1, target.clamp(min=0)[:, None], counts.to(grad.dtype).neg_())
 
 
-def _add_product_(total: Tensor, grad: Tensor, part: Tensor) -> None:
+def add_product_(total: Tensor, grad: Tensor, part: Tensor) -> None:
+    """Add gradᵀ · part to `total`, which may be wider: the head's gradient of a chunk of tokens."""
     if total.dtype == grad.dtype:
         total.addmm_(grad.t(), part)
     else:

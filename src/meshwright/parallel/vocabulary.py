@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from meshwright.model.layers import Embedding, Head
-from meshwright.model.loss import IGNORE
+from meshwright.model.loss import IGNORE, add_product_
 from meshwright.parallel.products import Line, columns, summed_over, whole_features
 from meshwright.spec.errors import UserError
 from meshwright.spec.run import LOSS_ROWS
@@ -217,9 +217,7 @@ class _Chunked(torch.autograd.Function):
             if dhidden is not None:
                 torch.mm(grad, weight, out=dhidden[begin : begin + LOSS_ROWS])
             if dweight is not None:
-                dweight.addmm_(grad.t().to(wide), chunk.to(wide)) if wide == grad.dtype else dweight.add_(
-                    grad.t() @ chunk
-                )
+                add_product_(dweight, grad, chunk)
         ctx.save_for_backward(
             None if dhidden is None else dhidden.view_as(whole), None if dweight is None else dweight.to(weight.dtype)
         )

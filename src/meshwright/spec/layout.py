@@ -19,6 +19,14 @@ Operators = Literal["linear", "attention", "softmax", "activation"]
 Ranks = Annotated[int, Field(gt=0, le=MOST_RANKS)]
 
 
+def places(rank: int, sizes: Mapping[Axis, int]) -> dict[Axis, int]:
+    """The place of rank number `rank` on each axis of `sizes`, of which the first varies fastest."""
+    found: dict[Axis, int] = {}
+    for axis, size in sizes.items():
+        rank, found[axis] = divmod(rank, size)
+    return found
+
+
 class Layout(BaseModel):
     """A layout as asked for; `resolve` settles `dp: auto` once the number of ranks is known."""
 
@@ -125,10 +133,7 @@ class Layout(BaseModel):
     def coordinates(self, rank: int) -> dict[Axis, int]:
         """The place on each axis of rank number `rank`: the first axis of the order varies fastest."""
         assert 0 <= rank < self.world, f"rank {rank} of {self.world}"
-        found: dict[Axis, int] = {}
-        for axis in self.order:
-            rank, found[axis] = divmod(rank, self.size(axis))
-        return found
+        return places(rank, {axis: self.size(axis) for axis in self.order})
 
     def rank_at(self, places: Mapping[Axis, int]) -> int:
         """The number of the rank at `places`, 0 on the axes that they leave out."""
