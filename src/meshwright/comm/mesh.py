@@ -27,6 +27,7 @@ from meshwright.comm.collectives import Group
 from meshwright.comm.ledger import Ledger
 from meshwright.comm.patience import Patience
 from meshwright.comm.scratch import Scratch
+from meshwright.comm.yielding import yield_to_computing
 from meshwright.spec.layout import AXES, Axis, Layout, places
 
 _MESHES: weakref.WeakSet[Mesh] = weakref.WeakSet()
@@ -181,6 +182,7 @@ class Mesh:
                 )
             assert known is not None
             self._process_groups[ranks] = known
+            yield_to_computing()
         return known
 
 
