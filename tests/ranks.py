@@ -161,7 +161,7 @@ class Ranks:
             module=function.__module__,
             file=inspect.getsourcefile(function) or "",
             function=function.__qualname__,
-            args=_pickled(args),
+            args=pickled(args),
             timeout=timeout,
             env=dict(env or {}),
             mesh=None if bare else {"axes": dict(axes or {"dp": world}), "order": tuple(order)},
@@ -302,7 +302,7 @@ def _be_rank(case: _Case, rank: int, writer: int) -> None:
         os.dup2(err, 2)
         os.environ |= case.env | {"MESHWRIGHT_TEST_FOLDER": case.folder}
         try:
-            said = _pickled(("value", _call(case, rank)))
+            said = pickled(("value", _call(case, rank)))
             code = 0
         except BaseException:
             said = pickle.dumps(("error", traceback.format_exc()))
@@ -414,7 +414,8 @@ def _tensor(data: bytes, dtype: Any, shape: tuple[int, ...]) -> Any:
     return torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
 
 
-def _pickled(value: Any) -> bytes:
+def pickled(value: Any) -> bytes:
+    """What pickle.loads makes `value` of again."""
     buffer = io.BytesIO()
     _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()

@@ -48,9 +48,9 @@ def test_a_killed_rank_starts_all_again_until_restarts_are_used_up(folder):
 
 def test_what_a_launch_was_told_to_ignore_is_not_what_it_has_made(folder):
     """resume=never: begins anew once, and at a restart goes on from its own checkpoints."""
-    with Command(folder, "steps=10", "checkpoint.every=5", "validation.every=0") as command:
+    with Command(folder, "steps=10", "checkpoint.every=5", "validation.every=0", "layout.dp=1") as command:
         assert command.end() == 0
-    again = ("steps=100000", "checkpoint.every=5", "checkpoint.resume=never", "--max-restarts", "1")
+    again = ("steps=100000", "checkpoint.every=5", "checkpoint.resume=never", "layout.dp=1", "--max-restarts", "1")
     with Command(folder, *again) as command:
         command.until(lambda: 15 in folders.steps(folder / "run" / "checkpoints"))
         os.kill(command.ranks()[0], signal.SIGKILL)
@@ -71,9 +71,9 @@ def test_what_a_launch_was_told_to_ignore_is_not_what_it_has_made(folder):
 )
 def test_what_would_fail_again_is_not_started_again(words, code, said, folder):
     if code == 2:
-        with Command(folder, "steps=2", "validation.every=0") as command:
+        with Command(folder, "steps=2", "validation.every=0", "layout.dp=1") as command:
             assert command.end() == 0
-    with Command(folder, "steps=20", "validation.every=0", "--max-restarts", "3", *words) as command:
+    with Command(folder, "steps=20", "validation.every=0", "layout.dp=1", "--max-restarts", "3", *words) as command:
         assert command.end() == code
     assert said in command.err and "restart 1" not in command.err
 
