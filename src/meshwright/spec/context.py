@@ -9,16 +9,16 @@ import math
 
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec, divisors
+from meshwright.spec.sequence import granule
 from meshwright.spec.words import join
 
 
 def grain(layout: Layout) -> int:
     """What must divide a sequence's length, so that all ranks hold as many tokens wherever the layout cuts it.
 
-    With context ranks in zigzag each has two chunks; sequence parallelism cuts what its rank has once more.
+    Sequence parallelism cuts what a context rank has once more.
     """
-    chunks = 2 if layout.cp > 1 and layout.cp_order == "zigzag" else 1
-    return layout.cp * math.lcm(chunks, layout.tp if layout.sp else 1)
+    return math.lcm(granule(layout.cp, layout.cp_order), layout.cp * (layout.tp if layout.sp else 1))
 
 
 def head_ranks(layout: Layout) -> int:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from meshwright.spec.errors import UserError
+from meshwright.spec.sequence import Method, Order
 from meshwright.spec.words import not_yet, show
 
 Axis = Literal["tp", "cp", "dp", "pp"]
@@ -18,8 +19,6 @@ STATE_AXES: tuple[Axis, ...] = ("dp", "cp")
 MOST_RANKS = 1_000_000  # far more than any machine has, and few enough to list
 JOIN = 1_000_000  # parameters: 4 MB of float32 gradients, a message whose time is mostly its bytes
 Operators = Literal["linear", "attention", "softmax", "activation"]
-Method = Literal["gather", "rsa", "ring", "ulysses", "usp"]
-Order = Literal["contiguous", "zigzag", "striped"]
 Ranks = Annotated[int, Field(gt=0, le=MOST_RANKS)]
 
 
