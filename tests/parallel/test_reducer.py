@@ -31,7 +31,11 @@ def test_gradients_are_sums(ranks, kind, stage, ranks_, steps, micros):
             torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-12)
 
 
-AXES = [({"dp": 2, "cp": 2}, ("tp", "cp", "dp", "pp")), ({"cp": 3}, None), ({"dp": 2, "cp": 2}, ("dp", "tp", "cp", "pp"))]
+AXES = [
+    ({"dp": 2, "cp": 2}, ("tp", "cp", "dp", "pp")),
+    ({"cp": 3}, None),
+    ({"dp": 2, "cp": 2}, ("dp", "tp", "cp", "pp")),
+]
 
 
 @pytest.mark.parametrize(("axes", "order"), AXES)

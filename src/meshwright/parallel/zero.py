@@ -417,7 +417,11 @@ def shard(
         raise UserError(f"zero={stage}: the module, or a part of it, is sharded already; shard a new one")
     ranks = mesh.group(*STATE_AXES).size
     if options.shard is not None and (stage == 0 or ranks % options.shard):
-        why = "stage 0 shards nothing" if stage == 0 else f"{options.shard} does not divide {ranks} {'data and context' if mesh.sizes['cp'] > 1 else 'data'} ranks"
+        why = (
+            "stage 0 shards nothing"
+            if stage == 0
+            else f"{options.shard} does not divide {ranks} {'data and context' if mesh.sizes['cp'] > 1 else 'data'} ranks"
+        )
         raise UserError(f"zero_shard={options.shard}: {why}")
     if options.join and stage > 1:
         raise UserError(f"zero_join={options.join}: units are joined at stages 0 and 1 only, and this is stage {stage}")

@@ -13,7 +13,8 @@ does not save are described too. What is alive in backward follows in predict/al
 
 With tensor ranks each has its heads and feed-forward units, and of the softmax over the vocabulary its words; with
 sequence parallelism its part of the sequence wherever heads and units are not dealt out (Korthikanti et al. 2022,
-section 4.2).
+section 4.2). With context ranks each has its part of every sequence everywhere, and for attention what
+predict/context.py says.
 """
 
 from __future__ import annotations
@@ -168,12 +169,13 @@ class _Shapes:
         dropout: str,
         device: str,
     ) -> None:
-        self.spec, self.layout, self.batch, self.seq, self.size = spec, layout, batch, seq, size
+        self.spec, self.layout, self.batch, self.size = spec, layout, batch, size
+        self.length, self.seq = seq, seq // layout.cp  # of the sequences, and of this rank's part of each
         self.attention, self.dropout, self.cpu = attention, dropout, device == "cpu"
         tp = layout.tp
         self.heads, self.kv_heads = spec.heads // tp, -(-spec.num_kv_heads // tp)  # of this rank
         self.vocab = -(-spec.vocab // tp)
-        self.tokens = batch * seq
+        self.tokens = batch * self.seq
         self.mine = self.tokens // (tp if layout.sp else 1)  # tokens where heads and units are not dealt out
         self.wide = max(size, 4)
         self.hidden = self.mine * spec.hidden * size
@@ -191,8 +193,9 @@ class _Shapes:
         yield from self._rms_norm(f"{at}.input_layernorm", "residual stream", self.hidden, self.mine)
         yield f"{at}.self_attn.q_proj", "normed input of q, k, v", self.hidden
         if i == 0:
+            where = "at this rank's positions" if self.layout.cp > 1 else "beyond the stored table"
             for what in ("cos", "sin"):  # one for all layers
-                yield Storage(f"{at}.self_attn", f"{what} beyond the stored table", self._long_table(), shared=True)
+                yield Storage(f"{at}.self_attn", f"{what} {where}", self._table(), shared=True)
         for name, size, heads in (("q", self.q, self.heads), ("k", self.kv, self.kv_heads)):
             if self.spec.qk_norm:
                 where = f"{at}.self_attn.{name}_norm"
@@ -216,16 +219,18 @@ class _Shapes:
         yield Storage(where, what, size, by)
         yield where, "inverse root mean square", rows * self.wide
 
-    def _long_table(self) -> int:
-        """Bytes of cos (and of sin) where the sequence is longer than the stored table."""
-        long = self.seq > rotary_length(self.spec)
-        return self.seq * self.spec.head_width * self.wide if long else 0
+    def _table(self) -> int:
+        """Bytes of cos (and of sin) where they are no part of the stored table: that sequences are longer than, or of
+        which a context rank takes rows here and there."""
+        made = self.layout.cp > 1 or self.seq > rotary_length(self.spec)
+        return self.seq * self.spec.head_width * self.wide if made else 0
 
     # -- GPT-2 ---------------------------------------------------------------------------------------------------
 
     def gpt2_embedding(self) -> Iterator[Row]:
         yield from self._words("transformer.wte")
-        yield "transformer.wpe", "positions", self.seq * 8  # of all, where a part is looked up too
+        if self.layout.cp == 1:  # else they are given
+            yield "transformer.wpe", "positions", self.seq * 8  # of all, where a part is looked up too
         yield from self._dropout("dropout", self.spec.embd_dropout, self.mine * self.spec.hidden)
 
     def gpt2_block(self, i: int) -> Iterator[Row]:

@@ -138,7 +138,7 @@ class _Step:
 
     def __init__(self, run: RunSpec, layout: Layout, sequences: int, cpu: bool) -> None:
         self.run, self.layout, self.spec = run, layout, run.model
-        self.tokens, tp = sequences * run.data.seq_len, layout.tp
+        self.tokens, tp = sequences * (run.data.seq_len // layout.cp), layout.tp
         self.size = DTYPE_BYTES[run.precision]
         self.wide = max(self.size, 4)
         self.padded = list(padded(run, layout).values())

@@ -72,6 +72,4 @@ def _check_heads(spec: ModelSpec, layout: Layout) -> None:
         asked, right = f"cp_ulysses={ranks}", [f"cp_ulysses={n}" for n in fit if layout.cp % n == 0]
     else:
         asked, right = f"cp={ranks} with cp_method=ulysses", [f"cp={n}" for n in fit if n > 1]
-    raise ValueError(
-        f"layout.{asked} does not divide the {wrong}{of}; use {join([*right, 'cp_method=ring'])}"
-    )
+    raise ValueError(f"layout.{asked} does not divide the {wrong}{of}; use {join([*right, 'cp_method=ring'])}")

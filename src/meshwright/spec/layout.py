@@ -128,9 +128,7 @@ class Layout(BaseModel):
             if self.cp_ulysses not in right:
                 asked = "needs cp_ulysses" if self.cp_ulysses is None else f"and cp_ulysses={self.cp_ulysses}"
                 verb = ", which divides" if self.cp_ulysses is None else " do not go together: it does not divide"
-                raise ValueError(
-                    f"cp_method=usp {asked}{verb} cp={self.cp}; use one of {', '.join(map(str, right))}"
-                )
+                raise ValueError(f"cp_method=usp {asked}{verb} cp={self.cp}; use one of {', '.join(map(str, right))}")
         elif self.cp_ulysses is not None:
             raise ValueError(f"cp_ulysses={self.cp_ulysses} belongs to cp_method=usp; leave it out")
 

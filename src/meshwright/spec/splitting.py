@@ -124,7 +124,9 @@ def check(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
     right = [
         n
         for n in divisors(spec.heads)
-        if spec.ffn_width % n == 0 and (kv % n == 0 or n % kv == 0) and (not layout.sp or (n > 1 and seq_len % (layout.cp * n) == 0))
+        if spec.ffn_width % n == 0
+        and (kv % n == 0 or n % kv == 0)
+        and (not layout.sp or (n > 1 and seq_len % (layout.cp * n) == 0))
     ]
     wrong = None
     if spec.heads % tp:

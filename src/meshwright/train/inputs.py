@@ -43,23 +43,21 @@ class Inputs:
 
 
 class Share:
-    """This rank's part of sequences of `length` tokens.
-
-    where: positions i64[T] of it, None where it is all.
-    """
+    """This rank's part of sequences of `length` tokens. Holds no tensors."""
 
     def __init__(self, layout: Layout, place: int, length: int, device: torch.device) -> None:
         """place: that on `cp`. Raises ValueError for a length that cannot be cut."""
         self.length, self.device = length, device
-        self._places: Tensor | None = None
-        if layout.cp > 1:
-            found = spans(length, layout.cp, place, layout.cp_order)
-            self._places = torch.cat([torch.arange(s.start, s.stop, s.step) for s in found])
-        self.where = None if self._places is None else self._places.to(device)
+        self.spans = spans(length, layout.cp, place, layout.cp_order) if layout.cp > 1 else None
 
     def of(self, tokens: Tensor, targets: Tensor) -> Inputs:
         """Of whole sequences' tokens and targets, i64[B, length]."""
-        if self._places is None:
+        if self.spans is None:
             return Inputs(tokens.to(self.device), targets.to(self.device))
-        mine = (whole[:, self._places].to(self.device) for whole in (tokens, targets))
-        return Inputs(*mine, self.where, self.length)
+        runs = [(span.start, span.stop, span.step) for span in self.spans]
+        mine = (
+            torch.cat([whole[:, start:stop:step] for start, stop, step in runs], dim=1).to(self.device)
+            for whole in (tokens, targets)
+        )
+        positions = torch.cat([torch.arange(*run, device=self.device) for run in runs])
+        return Inputs(*mine, positions, self.length)

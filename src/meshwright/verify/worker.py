@@ -78,9 +78,7 @@ def _saved_activations(trainer: Trainer, data: UnequalData | Dataset) -> list[Ke
     key = inputs.key(run.seed, 0, torch.arange(places.start, places.stop, device=trainer.mesh.device))
     trainer.model.train()
     weights = [unit.parameters for unit in trainer.sharded.units]  # at ZeRO 3 not yet the module's parameters
-    forward = measure(
-        trainer.model, lambda: inputs.loss(trainer.model, key), inputs=(*inputs.tensors, *weights)
-    )
+    forward = measure(trainer.model, lambda: inputs.loss(trainer.model, key), inputs=(*inputs.tensors, *weights))
     trainer.sharded.end_micro()
     return list(forward.kept)
 
