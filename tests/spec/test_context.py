@@ -1,4 +1,4 @@
-"""Lengths, heads and options that context ranks cannot share are refused before a process starts, with what would do."""
+"""Lengths, heads and options that context ranks cannot share are refused with what would do."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_refused_before_a_process_starts(overrides: list[str], words: str) -> No
 
 
 def test_learned_positions_are_not_exceeded_by_what_is_offered() -> None:
-    with pytest.raises(ValueError, match="data.seq_len=24 or fewer context ranks"):
+    with pytest.raises(ValueError, match=r"data\.seq_len=24 or fewer context ranks"):
         check(GPT2, Layout(dp=1, cp=4), 29)
 
 

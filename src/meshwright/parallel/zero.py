@@ -64,8 +64,8 @@ _SHARDED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules whose parame
 class Options:
     """How a stage is carried out.
 
-    shard: ranks that shard among themselves, neighbours; None: all data and context ranks. gather: "micro" frees stage 3's
-    parameters after each pass, "step" keeps them, once gathered, until the step's last backward. ahead: units that
+    shard: ranks that shard among themselves, neighbours; None: all data and context ranks. gather: "micro" frees stage
+    3's parameters after each pass, "step" keeps them, once gathered, until the step's last backward. ahead: units that
     stage 3 gathers before they are needed. join: stages 0 and 1 join default units until one holds as many parameters.
     """
 
@@ -417,12 +417,9 @@ def shard(
         raise UserError(f"zero={stage}: the module, or a part of it, is sharded already; shard a new one")
     ranks = mesh.group(*STATE_AXES).size
     if options.shard is not None and (stage == 0 or ranks % options.shard):
-        why = (
-            "stage 0 shards nothing"
-            if stage == 0
-            else f"{options.shard} does not divide {ranks} {'data and context' if mesh.sizes['cp'] > 1 else 'data'} ranks"
-        )
-        raise UserError(f"zero_shard={options.shard}: {why}")
+        kinds = " and ".join({"dp": "data", "cp": "context"}[axis] for axis in STATE_AXES if mesh.sizes[axis] > 1)
+        divides = f"{options.shard} does not divide {ranks} {kinds or 'data'} ranks"
+        raise UserError(f"zero_shard={options.shard}: {divides if stage else 'stage 0 shards nothing'}")
     if options.join and stage > 1:
         raise UserError(f"zero_join={options.join}: units are joined at stages 0 and 1 only, and this is stage {stage}")
     if placements is None:

@@ -17,9 +17,9 @@ STATES = ("parameters", "gradients", "master weights", "adam moments", "scalars"
 def states(run: RunSpec, layout: Layout) -> dict[str, int]:
     """Bytes of each of STATES on every rank, exact, for a resolved `layout`.
 
-    ZeRO 1 shards the optimizer's states over the data (and context) ranks, 2 gradients too, 3 parameters too (Rajbhandari et al.
-    2020, figure 1); what is sharded is a tensor rank's part of each tensor, what fills it up included. Each unit is
-    padded to equal shards. Master weights are there where parameters are narrower than they, moments have the master
+    ZeRO 1 shards the optimizer's states over the data and context ranks, 2 gradients too, 3 parameters too (Rajbhandari
+    et al. 2020, figure 1); what is sharded is a tensor rank's part of each tensor, what fills it up included. Each unit
+    is padded to equal shards. Master weights are there where parameters are narrower than they, moments have the master
     weights' dtype, and one float32 counts the steps. At stage 3 freed parameters share one element.
     """
     whole = sum(padded(run, layout).values())
