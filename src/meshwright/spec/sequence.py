@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Literal
 
@@ -113,7 +114,8 @@ def blocks(
     if not causal:
         return [Block((0, _total(queries)), (0, _total(keys)), "full")]
     reach = window if window is not None else 1 + max(q[-1] for q in queries)
-    if list(queries) == list(keys) and queries[-1][-1] - queries[0][0] < reach:
+    ascending = all(a[-1] < b[0] for a, b in pairwise(queries))
+    if ascending and list(queries) == list(keys) and queries[-1][-1] - queries[0][0] < reach:
         return [Block((0, _total(queries)), (0, _total(keys)), "causal")]
     found: list[Block] = []
     at = 0
@@ -178,11 +180,105 @@ def _total(parts: Sequence[range]) -> int:
     return sum(map(len, parts))
 
 
+def held(length: int, ranks: int, place: int, order: Order, inner: int = 1) -> list[range]:
+    """What `inner` neighbouring ranks hold together, the run of them number `place`: see `arranged`."""
+    if inner == ranks:
+        return [range(length)]
+    parts = [part for rank in range(place * inner, (place + 1) * inner) for part in spans(length, ranks, rank, order)]
+    return parts if order == "striped" else sorted(parts, key=lambda part: part.start)
+
+
+def arranged(length: int, ranks: int, place: int, order: Order, inner: int) -> list[int] | None:
+    """Where each position that `held` lists stands in the parts of the `inner` ranks, one after the other; None where
+    it is in place already.
+
+    Ascending positions make larger calls. Stripes of some of the ranks do not fit together, and stay apart.
+    """
+    before = [
+        p for rank in range(place * inner, (place + 1) * inner) for s in spans(length, ranks, rank, order) for p in s
+    ]
+    at = {position: index for index, position in enumerate(before)}
+    found = [at[position] for part in held(length, ranks, place, order, inner) for position in part]
+    return None if found == list(range(len(found))) else found
+
+
 def ring_blocks(
-    length: int, ranks: int, rank: int, source: int, order: Order, *, causal: bool = True, window: int | None = None
+    length: int,
+    ranks: int,
+    place: int,
+    source: int,
+    order: Order,
+    *,
+    inner: int = 1,
+    causal: bool = True,
+    window: int | None = None,
 ) -> list[Block]:
-    """The calls of `rank` for the keys that `source` holds, of a sequence of `length`."""
-    return blocks(spans(length, ranks, rank, order), spans(length, ranks, source, order), causal=causal, window=window)
+    """The calls of a ring's rank `place` for the keys that `source` holds, of a sequence of `length`.
+
+    Of `ranks` ranks, runs of `inner` neighbours hold a part of the ring together, each some heads of it.
+    """
+    ours, theirs = (held(length, ranks, each, order, inner) for each in (place, source))
+    return blocks(ours, theirs, causal=causal, window=window)
+
+
+Plan = tuple[tuple[Block, ...], ...]
+
+
+@lru_cache(maxsize=256)
+def ring_plan(
+    length: int,
+    ranks: int,
+    place: int,
+    order: Order,
+    *,
+    inner: int = 1,
+    causal: bool = True,
+    window: int | None = None,
+) -> Plan:
+    """The calls of a ring's rank `place` for its own keys, those of the rank before it, of the one before that …
+
+    As far back as any rank of the ring sees a key: a window may end the ring early, for all ranks alike.
+    """
+    ring = ranks // inner
+
+    def calls(rank: int, distance: int) -> tuple[Block, ...]:
+        source = (rank - distance) % ring
+        return tuple(ring_blocks(length, ranks, rank, source, order, inner=inner, causal=causal, window=window))
+
+    furthest = max(distance for distance in range(ring) if any(calls(rank, distance) for rank in range(ring)))
+    return tuple(calls(place, distance) for distance in range(furthest + 1))
+
+
+# -- which method can what ------------------------------------------------------------------------------------------
+
+
+def check_method(
+    method: Method, *, ranks: int, heads: int, kv_heads: int, inner: int = 1, causal: bool = True,
+    window: int | None = None,
+) -> None:  # fmt: skip
+    """Raise ValueError, with what would work, where `method` over `ranks` ranks cannot compute such attention.
+
+    heads, kv_heads: those that a rank has before it shares them, behind tensor parallelism. inner: the ranks that usp
+    deals heads out over.
+    """
+    check_window(causal, window)
+    if method == "usp" and (ranks % inner or not 1 < inner < ranks):
+        between = [n for n in range(2, ranks) if ranks % n == 0]
+        right = f"use one of {', '.join(map(str, between))}" if between else "use ring, or ulysses"
+        raise ValueError(f"usp: {inner} ranks with a ring of them do not make cp={ranks}; {right}")
+    over = {"ulysses": ranks, "usp": inner}.get(method, 1)
+    if heads % over or (kv_heads % over and over % kv_heads):
+        right = [n for n in range(1, heads + 1) if heads % n == 0 and not (kv_heads % n and n % kv_heads)]
+        what = f"{heads} heads" if heads % over else f"the {kv_heads} key-value heads of {heads}"
+        raise ValueError(
+            f"{method}: {over} ranks do not divide {what}; use {' or '.join(map(str, right))} ranks, or cp_method=ring"
+        )
+
+
+def shared_heads(kv_heads: int, ranks: int) -> int:
+    """Key-value heads of each of the `ranks` that heads are dealt out over; several hold the same where there are
+    fewer heads than ranks."""
+    return max(kv_heads // ranks, 1)
 
 
 # -- how much that is -----------------------------------------------------------------------------------------------

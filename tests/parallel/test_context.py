@@ -1,0 +1,61 @@
+"""Attention over parts of a sequence: gather, rsa and ring against attention of the whole."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from parallel.sequences import Case, hold, influence
+
+ORDERS = ("contiguous", "zigzag", "striped")
+
+
+@pytest.mark.parametrize("method", ["gather", "rsa", "ring"])
+@pytest.mark.parametrize("cp", [1, 2, 3, 4])
+def test_out_and_gradients_are_those_of_the_whole(ranks, cp, method):
+    cases = [
+        Case(method, order, causal, heads=heads, kv_heads=kv_heads, batch=batch)
+        for order, causal in itertools.product(ORDERS, (True, False))
+        for heads, kv_heads, batch in ((4, 2, 2), (3, 3, 1))
+    ]
+    hold(ranks, cp, cases)
+
+
+@pytest.mark.parametrize("method", ["gather", "rsa", "ring"])
+@pytest.mark.parametrize("cp", [2, 4])
+def test_windows_end_where_they_do_in_the_whole(ranks, cp, method):
+    """Within a chunk, at its border, one before and one behind it; over several; and wider than the sequence."""
+    hold(ranks, cp, [Case(method, order, window=w) for order in ORDERS for w in (1, 2, 3, 5, 6, 7, 12, 13, 23, 24, 99)])
+
+
+@pytest.mark.parametrize("method", ["gather", "rsa", "ring"])
+@pytest.mark.parametrize("cp", [2, 4])
+def test_queries_see_their_own_document(ranks, cp, method):
+    """Documents that end within chunks and at their borders, of one token, and others in each sequence."""
+    borders = ((0, 4, 6, 12, 13, 23), (0, 1, 18), (0,))
+    ids = [tuple(sum(start <= p for start in starts) for p in range(24)) for starts in borders]
+    cases = [Case(method, order, documents=ids[0], window=w) for order in ORDERS for w in (None, 4)]
+    cases += [Case(method, order, documents=(ids[1], ids[0])) for order in ORDERS]
+    cases += [Case(method, order, documents=(ids[1], ids[2]), causal=False) for order in ORDERS]
+    hold(ranks, cp, cases)
+
+
+@pytest.mark.parametrize("method", ["gather", "rsa", "ring"])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
+def test_narrow_numbers(ranks, method, dtype, bound):
+    """Partial outputs of 16 bits, a few hundred keys: about four roundings of 2⁻⁹ (bfloat16) or 2⁻¹² (float16)."""
+    hold(ranks, 4, [Case(method, order, length=256, dtype=dtype) for order in ORDERS], bound)
+
+
+@pytest.mark.parametrize("method", ["gather", "rsa", "ring"])
+def test_a_token_changes_what_comes_behind_it_and_nothing_else(ranks, method):
+    """Probed at both ends of every rank's chunks, in each order; with documents, within its own."""
+    documents = tuple(int(p >= 7) + int(p >= 12) for p in range(24))
+    cases = [Case(method, order, batch=1, documents=ids) for order in ORDERS for ids in (None, documents)]
+    for changed in ranks.run(4, influence, cases, [0, 2, 3, 5, 6, 11, 12, 20, 21, 23], axes={"cp": 4}):
+        for case, each in zip(cases, changed, strict=True):
+            for position, found in each.items():
+                ends = [24] if case.documents is None else [e for e in (7, 12, 24) if e > position]
+                assert found == list(range(position, ends[0])), (case, position)
