@@ -95,8 +95,11 @@ OVERRIDES = [
     ("layout.cp_method=rsa", "layout: cp_method=rsa goes beside context ranks; use cp=2 or more"),
     ("layout.cp_order=striped", "layout: cp_order=striped goes beside context ranks; use cp=2 or more"),
     ("layout={cp: 4, cp_ulysses: 2}", "cp_ulysses=2 belongs to cp_method=usp; leave it out"),
-    ("layout={cp: 4, cp_method: usp}", "cp_method=usp needs cp_ulysses, which divides cp=4; use one of 1, 2, 4"),
-    ("layout={cp: 4, cp_method: usp, cp_ulysses: 3}", "it does not divide cp=4; use one of 1, 2, 4"),
+    ("layout={cp: 4, cp_method: usp}", "both 2 or more; use cp_ulysses=2, cp_method=ring or ulysses"),
+    (
+        "layout={cp: 4, cp_method: usp, cp_ulysses: 3}",
+        "cp=4 = cp_ulysses × ring, both 2 or more; use cp_ulysses=2, cp_method=ring",
+    ),
     ("layout.sp=true", "layout: sp=true goes beside tensor ranks; use tp=2 or more, or sp=false"),
     ("layout.tp=3", "layout.tp=3 does not divide 4 heads; use 1, 2 or 4"),
     ("layout.tp=8", "layout.tp=8 does not divide 4 heads; use 1, 2 or 4"),

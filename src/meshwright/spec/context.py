@@ -69,7 +69,10 @@ def _check_heads(spec: ModelSpec, layout: Layout) -> None:
     wrong = f"{heads} heads" if heads % ranks else f"{kv_heads} key-value heads"
     of = f" that each of tp={layout.tp} has" if layout.tp > 1 else ""
     if layout.cp_method == "usp":
-        asked, right = f"cp_ulysses={ranks}", [f"cp_ulysses={n}" for n in fit if layout.cp % n == 0]
+        asked, right = (
+            f"cp_ulysses={ranks}",
+            [f"cp_ulysses={n}" for n in fit if 1 < n < layout.cp and layout.cp % n == 0],
+        )
     else:
         asked, right = f"cp={ranks} with cp_method=ulysses", [f"cp={n}" for n in fit if n > 1]
     raise ValueError(f"layout.{asked} does not divide the {wrong}{of}; use {join([*right, 'cp_method=ring'])}")

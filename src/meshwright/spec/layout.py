@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from meshwright.spec.errors import UserError
 from meshwright.spec.sequence import Method, Order
-from meshwright.spec.words import not_yet, show
+from meshwright.spec.words import join, not_yet, show
 
 Axis = Literal["tp", "cp", "dp", "pp"]
 AXES: tuple[Axis, ...] = ("tp", "cp", "dp", "pp")
@@ -124,11 +124,12 @@ class Layout(BaseModel):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(f"{name}={getattr(self, name)} goes beside context ranks; use cp=2 or more")
         elif self.cp_method == "usp":
-            right = [n for n in range(1, self.cp + 1) if self.cp % n == 0]
-            if self.cp_ulysses not in right:
-                asked = "needs cp_ulysses" if self.cp_ulysses is None else f"and cp_ulysses={self.cp_ulysses}"
-                verb = ", which divides" if self.cp_ulysses is None else " do not go together: it does not divide"
-                raise ValueError(f"cp_method=usp {asked}{verb} cp={self.cp}; use one of {', '.join(map(str, right))}")
+            right = [f"cp_ulysses={n}" for n in range(2, self.cp) if self.cp % n == 0]
+            if f"cp_ulysses={self.cp_ulysses}" not in right:
+                raise ValueError(
+                    f"cp_method=usp makes rings of ranks that deal heads out: cp={self.cp} = cp_ulysses × ring, both 2 or "
+                    f"more; use {join([*right, 'cp_method=ring', 'ulysses'])}"
+                )
         elif self.cp_ulysses is not None:
             raise ValueError(f"cp_ulysses={self.cp_ulysses} belongs to cp_method=usp; leave it out")
 

@@ -20,12 +20,13 @@ from meshwright.model.build import DTYPES, build
 from meshwright.model.dropout import seed_torch
 from meshwright.model.init import Init, fill_, fill_rows_, initial
 from meshwright.model.loss import IGNORE
-from meshwright.parallel import tensor, zero
+from meshwright.parallel import context, tensor, zero
 from meshwright.parallel.compile import compile_blocks
 from meshwright.parallel.flat import Piece, Precision
 from meshwright.parallel.offload import Offload
 from meshwright.parallel.products import Line
 from meshwright.parallel.recompute import Recompute
+from meshwright.parallel.sight import Context
 from meshwright.spec import splitting
 from meshwright.spec.batch import micro_batches, micro_steps, part
 from meshwright.spec.context import grain
@@ -93,12 +94,17 @@ class Trainer:
         self.recompute = _recompute(run, self.model)
         self.share = self.share_of(run.data.seq_len)
         self.line: Line | None = None
-        self.context = None
+        self.context: Context | None = None
         placements = None
         if run.layout.tp > 1:
             self.line, placements = tensor.apply(
                 self.model, mesh, splitting.plan(run.model), sequence=run.layout.sp, recompute=self.recompute
             )
+        if run.layout.cp > 1:
+            self.context = context.apply(
+                self.model, mesh, method=run.layout.cp_method, order=run.layout.cp_order,
+                inner=run.layout.cp_ulysses or 1, recompute=self.recompute,
+            )  # fmt: skip
         self.sharded = zero.shard(
             self.model, mesh, run.layout.zero, options=_options(run), recompute=self.recompute, placements=placements
         )
