@@ -98,7 +98,7 @@ OVERRIDES = [
     ("layout={cp: 4, cp_method: usp}", "both 2 or more; use cp_ulysses=2, cp_method=ring or ulysses"),
     (
         "layout={cp: 4, cp_method: usp, cp_ulysses: 3}",
-        "cp=4 = cp_ulysses × ring, both 2 or more; use cp_ulysses=2, cp_method=ring",
+        "cp=4 = cp_ulysses × ring, both 2 or more; use cp_ulysses=2",
     ),
     ("layout.sp=true", "layout: sp=true goes beside tensor ranks; use tp=2 or more, or sp=false"),
     ("layout.tp=3", "layout.tp=3 does not divide 4 heads; use 1, 2 or 4"),

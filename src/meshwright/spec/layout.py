@@ -127,8 +127,8 @@ class Layout(BaseModel):
             right = [f"cp_ulysses={n}" for n in range(2, self.cp) if self.cp % n == 0]
             if f"cp_ulysses={self.cp_ulysses}" not in right:
                 raise ValueError(
-                    f"cp_method=usp makes rings of ranks that deal heads out: cp={self.cp} = cp_ulysses × ring, both 2 or "
-                    f"more; use {join([*right, 'cp_method=ring', 'ulysses'])}"
+                    f"cp_method=usp makes rings of ranks that deal heads out: cp={self.cp} = cp_ulysses × ring, both 2 "
+                    f"or more; use {join([*right, 'cp_method=ring', 'ulysses'])}"
                 )
         elif self.cp_ulysses is not None:
             raise ValueError(f"cp_ulysses={self.cp_ulysses} belongs to cp_method=usp; leave it out")
