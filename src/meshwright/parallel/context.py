@@ -62,6 +62,7 @@ def attend(context: Context, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, w
     except ValueError as exc:
         raise UserError(f"cp: {exc}") from exc
     if context.inner == 1:
+        q = q.contiguous()  # backward would keep all of what it is a view of
         return _METHODS[context.method](context, q, torch.stack((k, v)), causal, window)
     q, kv = to_heads(context, q, k, v)
     return to_sequence(context, _METHODS[context.method](context, q, kv, causal, window))

@@ -1,10 +1,10 @@
 """From parts of the sequence to heads and back (DeepSpeed-Ulysses, Jacobs et al. 2023), and a ring of that (USP).
 
 Attention does not mix heads, so an all-to-all that takes each rank's part of the sequence with all heads and gives it
-all of the sequence with some heads makes attention local; another brings the output back. With u ranks that is 2/u of
-the bytes an all-gather would bring each, less the more ranks there are, but heads must divide. USP (Fang and Zhao 2024)
-deals heads out over u neighbours, which have the fastest links, and lets what each of them then has go around a ring
-over the others: cp = u × r.
+all of the sequence with some heads makes attention local; another brings the output back. A rank sends less the more
+ranks there are, where with an all-gather or a ring it sends about all of K and V; but heads must divide. USP (Fang and
+Zhao 2024) deals heads out over u neighbours, which have the fastest links, and lets what each of them then has go
+around a ring over the others: cp = u × r.
 
     ============  =======================================  ============================================
     on the wire   forward                                  backward

@@ -268,10 +268,10 @@ def check_method(
         raise ValueError(f"usp: {inner} ranks with a ring of them do not make cp={ranks}; {right}")
     over = {"ulysses": ranks, "usp": inner}.get(method, 1)
     if heads % over or (kv_heads % over and over % kv_heads):
-        right = [n for n in range(1, heads + 1) if heads % n == 0 and not (kv_heads % n and n % kv_heads)]
+        good = [n for n in range(1, heads + 1) if heads % n == 0 and not (kv_heads % n and n % kv_heads)]
         what = f"{heads} heads" if heads % over else f"the {kv_heads} key-value heads of {heads}"
         raise ValueError(
-            f"{method}: {over} ranks do not divide {what}; use {' or '.join(map(str, right))} ranks, or cp_method=ring"
+            f"{method}: {over} ranks do not divide {what}; use {' or '.join(map(str, good))} ranks, or cp_method=ring"
         )
 
 
