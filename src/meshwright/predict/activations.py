@@ -23,6 +23,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Required, TypedDict, Unpack
 
+from meshwright.predict.attention import shared
+from meshwright.predict.context import kept as kept_over_ranks
 from meshwright.predict.params import rotary_length
 from meshwright.spec.layout import Layout, Operators
 from meshwright.spec.model import ModelSpec
@@ -271,6 +273,8 @@ class _Shapes:
             yield where, "whose words are other ranks'", self.tokens
 
     def _core(self, at: str, layer: int, output: str) -> Iterator[Row]:
+        if self.layout.cp > 1:
+            return self._over_ranks(f"{at}.core", output)
         if self.attention == "sdpa" and self.spec.attn_dropout and self.cpu:
             return self._unfused(f"{at}.core", output)
         if self.attention == "sdpa":
@@ -288,6 +292,16 @@ class _Shapes:
         yield Storage(core, "log-sum of each softmax row", self.heads * self.tokens * self.wide, "attention")
         if layer == 0 and self.spec.window is not None and self.spec.window < self.seq:
             yield Storage(core, "window mask, shared by all layers", self.seq * self.seq * self.size, shared=True)
+
+    def _over_ranks(self, core: str, output: str) -> Iterator[Row]:
+        """With context ranks: the keys and values as they are sent in one, and what the method keeps."""
+        it = shared(self.spec, self.layout, batch=self.batch, seq=self.length, dtype_bytes=self.size)
+        made = ("q, k and v in one", 3 * self.q) if self.spec.family == "gpt2" else ("v", self.kv)
+        yield Storage(core, *made, "linear", saved=False)
+        for what, size, by in kept_over_ranks(it):
+            # By-products aside, rsa and what deals heads out leave the output to the product behind it.
+            behind = what == "output" and (it.over > 1 or it.method == "rsa")
+            yield Storage(output if behind else core, what, size, by)
 
     def _unfused(self, core: str, output: str) -> Iterator[Row]:
         """What torch makes of its fused attention on the CPU where it is to drop weights; GPT-2 only."""
