@@ -154,7 +154,7 @@ class _Step:
         # Gathered, the parts lie one after the other, and are put in order where there are several sequences.
         self.gathered = (1 + (sequences > 1)) * self.whole if layout.sp else 0
         others, self.passing = [[self.whole]] if layout.sp else [], 0
-        if layout.cp > 1:
+        if layout.cp > 1 and sequences:
             it = shared(self.spec, layout, batch=sequences, seq=run.data.seq_len, dtype_bytes=self.size)
             others.append(borrowed(it))
             self.passing = beside(it, cpu=cpu)
