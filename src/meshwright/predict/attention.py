@@ -34,9 +34,11 @@ def borrowed(it: Attention) -> list[int]:
         return [it.ring * it.kv]
     if it.method == "rsa":
         return [it.kv // 2] * (min(it.ring - 1, 2) + 3)
-    return [it.kv] * max(in_passing(it) // it.kv, 1)
+    return [it.kv] * (in_passing(it) // it.kv)
 
 
 def beside(it: Attention, *, cpu: bool) -> int:
     """Bytes that a layer's backward has beside what it keeps, its gradients, and on the CPU what is borrowed."""
-    return in_passing(it) if it.method in ("gather", "rsa") or not cpu else 0
+    if it.method == "rsa":  # a part of the scores' gradient is computed before it stands in its columns
+        return in_passing(it) + in_passing(it) // it.ring
+    return in_passing(it) if it.method == "gather" or not cpu else 0
