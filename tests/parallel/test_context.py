@@ -42,6 +42,17 @@ def test_queries_see_their_own_document(ranks, cp, method):
     hold(ranks, cp, cases)
 
 
+@pytest.mark.parametrize(("method", "inner"), [("gather", 1), ("rsa", 1), ("ring", 1), ("ulysses", 1), ("usp", 2)])
+def test_documents_that_are_cut_each_by_itself(ranks, method, inner):
+    """Of several lengths, with windows, and not causal."""
+    cases = [
+        Case(method, order, causal, window, length=48, packed=(0, 8, 32, 40, 48), inner=inner)
+        for order in ORDERS
+        for causal, window in ((True, None), (True, 3), (False, None))
+    ]
+    hold(ranks, 4, cases)
+
+
 @pytest.mark.parametrize("method", ["gather", "rsa", "ring"])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
 def test_narrow_numbers(ranks, method, dtype, bound):
