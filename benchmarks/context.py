@@ -38,7 +38,7 @@ FUNCTIONS: dict[Method, Callable[..., Tensor]] = {
     "ulysses": context.ulysses_attention,
     "usp": context.usp_attention,
 }
-RACES = (4096, 8192)
+RACES = [(length, heads) for length in (4096, 8192) for heads in ((2, 2), (4, 1))]
 TABLE = [(length, heads) for length in (1024, 4096) for heads in ((8, 8), (8, 2))]
 FOUR = [(1024, (8, 8)), (1024, (8, 2)), (2048, (8, 2))]
 MEMORY = 8192
@@ -111,15 +111,17 @@ def check(step: Step, alone: Alone) -> float:
 
 
 def races(rank: int, mesh: Mesh, rounds: int) -> None:
-    for length in RACES:
-        cases = {f"ring {order}": Case("ring", order, length, 2, 2) for order in ("zigzag", "contiguous")}
+    for length, (heads, kv_heads) in RACES:
+        cases = {f"ring {order}": Case("ring", order, length, heads, kv_heads) for order in ("zigzag", "contiguous")}
         steps = {name: Step(case, mesh) for name, case in cases.items()}
         alone = Alone(cases["ring zigzag"])
         worst = max(check(step, alone) for step in steps.values())
         entries = {**steps, "one rank": alone if rank == 0 else lambda: None}
         result = race.race(entries, rounds, warmup=1)
         if rank == 0:
-            print(f"T={length}, 2 heads of {WIDTH}, cp=2; differences from one rank at most {worst:.1e}")
+            print(
+                f"T={length}, {heads}/{kv_heads} heads of {WIDTH}, cp=2; differences from one rank at most {worst:.1e}"
+            )
             for name, ms in result.milliseconds.items():
                 print(f"  {name:24} {ms:8.1f} ms forward and backward (median)")
             for other in ("one rank", "ring contiguous"):
