@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from meshwright.comm.mesh import Mesh
@@ -15,6 +17,8 @@ from meshwright.spec.sequence import Block, Method, Order, arranged, held, ring_
 from meshwright.spec.traffic import Phase
 
 T = TypeVar("T")
+Places = NDArray[np.int64]
+"""Tables on the host, kept from step to step; tensors are what a rank holds on its device."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +71,7 @@ class Context:
         self._documents: Tensor | None = None
         self._packed: tuple[int, ...] | None = None
         self._calls: dict[tuple[object, ...], list[list[Call]]] = {}
-        self._arranged: dict[int, Tensor | None] = {}
+        self._arranged: dict[int, Places | None] = {}
 
     @property
     def phase(self) -> Phase:
@@ -128,10 +132,10 @@ class Context:
             found.append([call for block in blocks if (call := sight.call(block, ours, theirs)) is not None])
         return found
 
-    def positions(self, length: int, place: int) -> Tensor:
+    def positions(self, length: int, place: int) -> Places:
         """Those that the ring's rank `place` holds, i64[T/ring], on the host."""
         parts = held(length, self.ranks, place, self.order, self.inner, self._packed)
-        return torch.cat([torch.arange(part.start, part.stop, part.step) for part in parts])
+        return np.concatenate([np.arange(part.start, part.stop, part.step) for part in parts])
 
     def arranged(self, length: int) -> Tensor | None:
         """Which of the positions of the ranks that deal heads out, one part after the other, comes where; of `length`
@@ -139,8 +143,9 @@ class Context:
         if length not in self._arranged:
             whole = length * self.ring.size
             places = arranged(whole, self.ranks, self.ring.rank, self.order, self.inner, self._packed)
-            self._arranged[length] = None if places is None else torch.tensor(places)
-        return self._arranged[length]
+            self._arranged[length] = None if places is None else np.array(places)
+        found = self._arranged[length]
+        return None if found is None else torch.from_numpy(found)
 
     def hidden(self, length: int, source: int, causal: bool, window: int | None, device: torch.device) -> Tensor:
         """What of a whole part of keys this rank's queries do not see: see Call.hidden."""
@@ -155,7 +160,7 @@ class Context:
 class _Part:
     """Positions i64[n], and the documents there, [n] or [B, n]."""
 
-    positions: Tensor
+    positions: Places
     documents: Tensor | None
 
     def cut(self, start: int, stop: int) -> _Part:
@@ -170,8 +175,8 @@ class _Sight:
         self.causal, self.window, self.device = causal, window, device
         self.documents = None if documents is None else documents.cpu()
 
-    def part(self, positions: Tensor) -> _Part:
-        return _Part(positions, None if self.documents is None else self.documents[..., positions])
+    def part(self, positions: Places) -> _Part:
+        return _Part(positions, None if self.documents is None else self.documents[..., torch.from_numpy(positions)])
 
     def call(self, block: Block, ours: _Part, theirs: _Part) -> Call | None:
         """None where all keys are of other documents."""
@@ -188,7 +193,8 @@ class _Sight:
         return Call(*places, block.mode == "causal")
 
     def hidden(self, q: _Part, k: _Part) -> Tensor:
-        ours, theirs = q.positions.to(self.device)[:, None], k.positions.to(self.device)
+        ours, theirs = (torch.from_numpy(part.positions).to(self.device) for part in (q, k))
+        ours = ours[:, None]
         hidden = torch.zeros(len(ours), len(theirs), dtype=torch.bool, device=self.device)
         if self.causal:
             hidden |= theirs > ours

@@ -175,7 +175,7 @@ def in_passing(it: Attention) -> int:
     if it.method == "gather":
         return 2 * it.ring * it.kv
     if it.method == "rsa":
-        return it.scores * it.size * (it.ring + 1) // it.ring  # and the part of it that was just multiplied
+        return it.scores * it.size
     shifts = len(_plan(it, 0)) - 1
     return (2 * min(shifts, 2) + (shifts > 0)) * it.kv
 
