@@ -198,7 +198,8 @@ def memory(rank: int, mesh: Mesh) -> None:
             largest = max(peak.made.values())
             own = sum(row.bytes for row in kept(it) if row.what != "q")
             print(f"{method} at T={MEMORY}, cp={cp}, 2 heads of {WIDTH}: {held / 1e6:.1f} MB at most beside its inputs")
-            print(f"  predicted {own / 1e6:.1f} MB kept and {in_passing(it) / 1e6:.1f} MB in passing, gradients aside")
+            passing = in_passing(it) + (it.scores * 4 // cp if method == "rsa" else 0)  # a product before it is placed
+            print(f"  predicted {own / 1e6:.1f} MB kept and {passing / 1e6:.1f} MB in passing, gradients aside")
             print(f"  most of it in {next(iter(peak.made))}: {largest / 1e6:.1f} MB")
             print(f"  T × T/cp for every head: {it.scores * 4 / 1e6:.1f} MB")
         dist.barrier()
