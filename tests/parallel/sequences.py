@@ -35,13 +35,23 @@ class Case:
     inner: int = 1
     dtype: torch.dtype = torch.float64
     documents: tuple[int, ...] | tuple[tuple[int, ...], ...] | None = None
+    packed: tuple[int, ...] | None = None
 
     @property
     def options(self) -> dict[str, Any]:
         options: dict[str, Any] = {"order": self.order, "causal": self.causal, "window": self.window}
         if self.documents is not None:
             options["documents"] = torch.tensor(self.documents)
+        if self.packed is not None:
+            options["packed"] = self.packed
         return options | ({"inner": self.inner} if self.method == "usp" else {})
+
+    @property
+    def ids(self) -> tuple[int, ...] | tuple[tuple[int, ...], ...] | None:
+        """The document of each position."""
+        if self.packed is None:
+            return self.documents
+        return tuple(sum(start <= position for start in self.packed) for position in range(self.length))
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k, v and the gradient of the output, of the whole sequence, float64 numbers that the dtype has."""
@@ -63,16 +73,16 @@ def whole(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
         seen &= theirs <= ours
     if case.window is not None:
         seen &= ours - theirs < case.window
-    if case.documents is not None:
-        documents = torch.tensor(case.documents)
+    if (ids := case.ids) is not None:
+        documents = torch.tensor(ids)
         same = documents[..., :, None] == documents[..., None, :]
         seen = seen & (same if same.dim() == 2 else same[:, None])
     return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
 
 
-def mine(whole: Tensor, mesh: Mesh, order: Order) -> Tensor:
+def mine(whole: Tensor, mesh: Mesh, order: Order, packed: tuple[int, ...] | None = None) -> Tensor:
     """This rank's part [B, T/cp, ...] of a whole sequence's [B, T, ...]."""
-    parts = spans(whole.size(1), mesh.sizes["cp"], mesh.coords["cp"], order)
+    parts = spans(whole.size(1), mesh.sizes["cp"], mesh.coords["cp"], order, packed)
     return whole[:, [position for part in parts for position in part]].contiguous()
 
 
@@ -82,14 +92,17 @@ def differences(mesh: Mesh, case: Case) -> list[float]:
     inputs = [each.requires_grad_() for each in inputs]
     expected = whole(*inputs, case)
     expected.backward(grad)
-    parts = [mine(each.detach(), mesh, case.order).to(case.dtype).requires_grad_() for each in inputs]
+    parts = [mine(each.detach(), mesh, case.order, case.packed).to(case.dtype).requires_grad_() for each in inputs]
     out = FUNCTIONS[case.method](*parts, mesh, **case.options)
     assert out.dtype == case.dtype
-    out.backward(mine(grad, mesh, case.order).to(case.dtype))
+    out.backward(mine(grad, mesh, case.order, case.packed).to(case.dtype))
     found = [out.detach(), *(each.grad for each in parts)]
     right = [expected.detach(), *(each.grad for each in inputs)]
     return [
-        float((ours.double() - mine(theirs, mesh, case.order)).abs().max() / theirs.abs().max().clamp_min(0.1))
+        float(
+            (ours.double() - mine(theirs, mesh, case.order, case.packed)).abs().max()
+            / theirs.abs().max().clamp_min(0.1)
+        )
         for ours, theirs in zip(found, right, strict=True)
     ]
 

@@ -20,12 +20,11 @@ GPT2 = ModelSpec(family="gpt2", vocab=37, hidden=48, layers=2, heads=12, max_seq
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["layout.cp=4", "data.seq_len=2999"], "where 8 divides their length, and 2999 tokens do not divide; use "
+        (["layout.cp=4", "data.seq_len=2999"], "needs sequences that 8 divides, and 2999 tokens do not divide; use "
          "data.seq_len=3000 or fewer context ranks"),
         (["layout.cp=4", "data.seq_len=12"], "use data.seq_len=16, layout.cp_order=contiguous or striped or fewer"),
         (["layout={cp: 3, cp_order: striped}", "data.seq_len=13"], "use data.seq_len=15 or fewer context ranks"),
-        (["layout={cp: 2, tp: 4, sp: true}", "data.seq_len=12"], "with sp over tp=4 cuts sequences into equal parts "
-         "where 8 divides"),
+        (["layout={cp: 2, tp: 4, sp: true}", "data.seq_len=12"], "and sp over tp=4 needs sequences that 8 divides"),
         (["layout={cp: 3, cp_method: ulysses}", "data.seq_len=24"],
          "layout.cp=3 with cp_method=ulysses does not divide the 4 heads; use cp=2, cp=4 or cp_method=ring"),
         (["layout={cp: 2, tp: 4, cp_method: ulysses}"], "the 1 heads that each of tp=4 has; use cp_method=ring"),

@@ -121,6 +121,15 @@ def test_each_rank_pair_takes_one_call_in_every_order():
     assert ring_blocks(16, 2, 0, 1, "zigzag", causal=False) == [Block((0, 8), (0, 8), "full")]
 
 
+def test_documents_that_are_cut_by_themselves_need_no_masks():
+    """The calls of each are those of a sequence of its length, and nobody sees another's."""
+    for rank, source in itertools.product(range(2), range(2)):
+        found = ring_blocks(24, 2, rank, source, "zigzag", documents=(0, 8, 24))
+        first, second = (ring_blocks(length, 2, rank, source, "zigzag") for length in (8, 16))
+        moved = [Block((b.queries[0] + 4, b.queries[1] + 4), (b.keys[0] + 4, b.keys[1] + 4), b.mode) for b in second]
+        assert found == [*first, *moved]
+
+
 def test_keys_of_all_ranks_in_their_own_order_are_a_prefix_and_a_diagonal():
     assert blocks([range(8, 12)], [range(16)]) == [Block((0, 4), (0, 8), "full"), Block((0, 4), (8, 12), "causal")]
 

@@ -23,7 +23,7 @@ of a model's attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ from meshwright.parallel.recompute import Recompute
 from meshwright.parallel.sight import Context
 from meshwright.parallel.ulysses import to_heads, to_sequence
 from meshwright.spec.errors import UserError
-from meshwright.spec.sequence import Method, Order, check_length, check_method
+from meshwright.spec.sequence import Method, Order, check_documents, check_method
 from meshwright.spec.traffic import Phase
 
 _METHODS: dict[Method, Callable[[Context, Tensor, Tensor, bool, int | None], Tensor]] = {
@@ -54,7 +54,8 @@ def attend(context: Context, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, w
     Query heads j·H/K to (j+1)·H/K − 1 read key-value head j. Raises UserError for what the method cannot do.
     """
     try:
-        check_length(q.size(1) * context.ranks, context.ranks, context.order)
+        length = q.size(1) * context.ranks
+        check_documents(context.packed or (0, length), length, context.ranks, context.order)
         check_method(
             context.method, ranks=context.ranks, heads=q.size(2), kv_heads=k.size(2), inner=context.inner,
             causal=causal, window=window,
@@ -81,6 +82,7 @@ def ring_attention(
     causal: bool = True,
     window: int | None = None,
     documents: Tensor | None = None,
+    packed: Sequence[int] | None = None,
     reason: str = "cp",
     micro: int | None = None,
     phase: Phase = "forward",
@@ -90,11 +92,14 @@ def ring_attention(
     q [B, T/cp, H, d], k and v [B, T/cp, K, d]: this rank's part of the sequence, in the given order (spec/sequence.py
     says which positions those are); gives its part of the output, [B, T/cp, H, d]. Differentiable. window: a query sees
     itself and the window − 1 keys before it. documents: i64[T] or [B, T], ascending, of the whole sequence on every
-    rank; queries see keys of their own document. reason, micro, phase: what the ledger says. All ranks of `cp` must
-    call it, in the same order, with parts of one shape. Raises UserError for lengths and heads that do not divide.
+    rank; queries see keys of their own document. packed: (0, 4, 8), where documents begin and the end, if each of them
+    is cut by itself; then these are the documents. reason, micro, phase: what the ledger says.
+
+    All ranks of `cp` must call it, in the same order, with parts of one shape. Raises UserError for lengths and heads
+    that do not divide.
     """
     context = Context(mesh, method="ring", order=order, reason=reason, micro=micro, phase=phase)
-    context.documents = documents
+    context.documents, context.packed = documents, packed
     return attend(context, q, k, v, causal=causal, window=window)
 
 
@@ -108,13 +113,14 @@ def gathered_attention(
     causal: bool = True,
     window: int | None = None,
     documents: Tensor | None = None,
+    packed: Sequence[int] | None = None,
     reason: str = "cp",
     micro: int | None = None,
     phase: Phase = "forward",
 ) -> Tensor:
     """Attention over the mesh's `cp` ranks with all keys gathered: see gathered.py, and `ring_attention`."""
     context = Context(mesh, method="gather", order=order, reason=reason, micro=micro, phase=phase)
-    context.documents = documents
+    context.documents, context.packed = documents, packed
     return attend(context, q, k, v, causal=causal, window=window)
 
 
@@ -128,13 +134,14 @@ def rsa_attention(
     causal: bool = True,
     window: int | None = None,
     documents: Tensor | None = None,
+    packed: Sequence[int] | None = None,
     reason: str = "cp",
     micro: int | None = None,
     phase: Phase = "forward",
 ) -> Tensor:
     """Attention over the mesh's `cp` ranks by a ring in two phases: see rsa.py, and `ring_attention`."""
     context = Context(mesh, method="rsa", order=order, reason=reason, micro=micro, phase=phase)
-    context.documents = documents
+    context.documents, context.packed = documents, packed
     return attend(context, q, k, v, causal=causal, window=window)
 
 
@@ -148,13 +155,14 @@ def ulysses_attention(
     causal: bool = True,
     window: int | None = None,
     documents: Tensor | None = None,
+    packed: Sequence[int] | None = None,
     reason: str = "cp",
     micro: int | None = None,
     phase: Phase = "forward",
 ) -> Tensor:
     """Attention over the mesh's `cp` ranks by heads: see ulysses.py, and `ring_attention`."""
     context = Context(mesh, method="ulysses", order=order, reason=reason, micro=micro, phase=phase)
-    context.documents = documents
+    context.documents, context.packed = documents, packed
     return attend(context, q, k, v, causal=causal, window=window)
 
 
@@ -169,6 +177,7 @@ def usp_attention(
     causal: bool = True,
     window: int | None = None,
     documents: Tensor | None = None,
+    packed: Sequence[int] | None = None,
     reason: str = "cp",
     micro: int | None = None,
     phase: Phase = "forward",
@@ -178,7 +187,7 @@ def usp_attention(
     if mesh.sizes["cp"] % inner:
         raise UserError(f"cp: usp: inner={inner} does not divide cp={mesh.sizes['cp']}")
     context = Context(mesh, method="usp", order=order, inner=inner, reason=reason, micro=micro, phase=phase)
-    context.documents = documents
+    context.documents, context.packed = documents, packed
     return attend(context, q, k, v, causal=causal, window=window)
 
 
@@ -216,8 +225,9 @@ def apply(
     """Put attention over the mesh's `cp` ranks in the place of every Sdpa and Explicit of `module`, in place.
 
     Whoever calls the module gives it this rank's part of the sequence, with its positions, and sets the returned
-    context's `micro`, and `documents` where some are packed. inner: usp's ranks that deal heads out. Raises UserError
-    for attention that drops weights: which ones must not depend on who computes them, and kernels draw their own.
+    context's `micro`, and `documents` or `packed` where there are several. inner: usp's ranks that deal heads out.
+    Raises UserError for attention that drops weights: which ones must not depend on who computes them, and kernels draw
+    their own.
     """
     if method == "usp" and mesh.sizes["cp"] % inner:
         raise UserError(f"cp: usp: inner={inner} does not divide cp={mesh.sizes['cp']}")

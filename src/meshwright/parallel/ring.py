@@ -3,14 +3,14 @@
 Each rank keeps its queries. It computes with its own keys and values while those of the rank before it are on the
 wire, then with these while the next come, and so on around the ring; log-sum-exps say how much of each partial output
 counts (blockwise.py). Backward sends keys and values around again, and one step behind them their gradients, to which
-each rank adds its share; from the last rank that had something to add they go home.
+each rank adds its share; from the last rank that had something to add they go home, where the own share has stayed.
 
-    ============  =======================================  ============================================
+    ============  =======================================  ================================================
     on the wire   forward                                  backward
-    ============  =======================================  ============================================
+    ============  =======================================  ================================================
     k and v       cp − 1 shifts, under the kernels         cp − 1 shifts, under the kernels
-    dk and dv                                              cp shifts, all but the last under the kernels
-    ============  =======================================  ============================================
+    dk and dv                                              cp − 1 shifts, all but the last under the kernels
+    ============  =======================================  ================================================
 
 One message holds a rank's k and v, with the heads that they have: grouped heads are never repeated. No rank holds more
 of them than its own, those it computes with and those that come; there is no T × T/cp matrix anywhere.
@@ -142,44 +142,49 @@ class Behind:
     """Sums that go around one step behind what they are gradients of, like `own`.
 
     At each step `next` gives a tensor for this rank's share, and `add` adds it to what came from the rank before, and
-    sends it on under the next step's work. After the last, `home` brings every sum to the rank where it began.
+    sends it on under the next step's work. What a rank adds to its own stays; after the last step `home` brings the
+    rest to it.
     """
 
     def __init__(self, group: Group, own: Tensor, reason: str, micro: int | None) -> None:
-        self._group, self._own, self._reason, self._micro = group, own, reason, micro
-        self._shares = [self._take()]  # this step's, and the one that is being sent
+        self._group, self._reason, self._micro = group, reason, micro
+        self._own = torch.empty_like(own)
+        self._shares: list[Tensor] = []  # this step's, and the one that is being sent; none in the first
         self._coming: Tensor | None = None
         self._pending: Pending | None = None
 
-    def _take(self) -> Tensor:
-        own = self._own
-        return self._group.scratch.take(own.numel(), own.dtype, own.device).view_as(own)
-
     def next(self) -> Tensor:
-        return self._shares[0]
+        return self._shares[0] if self._shares else self._own
 
     def add(self, last: bool) -> None:
         """The share is there. last: nobody has anything to add to it behind this rank."""
+        if not self._shares:
+            if not last:
+                self._shares.append(self._take())
+            return
         share = self._shares[0]
         if self._pending is not None and self._coming is not None:
             self._pending.wait()
             share += self._coming
-        if last:
-            return
         if self._coming is None:
             self._coming = self._take()
-            self._shares.append(self._take())
-        self._pending = self._shift(self._coming, share, 1)
-        self._shares.reverse()
+            if not last:
+                self._shares.append(self._take())
+        if not last:
+            self._pending = self._shift(self._coming, share, 1)
+            self._shares.reverse()
 
     def home(self, shifts: int) -> Tensor:
         """The sum of this rank's own, after as many `shifts`."""
-        own = torch.empty_like(self._own)
-        self._shift(own, self._shares[0], self._group.size - shifts).wait()
-        for buffer in (*self._shares, self._coming):
-            if buffer is not None:
+        if self._coming is not None:
+            self._shift(self._coming, self._shares[0], self._group.size - shifts).wait()
+            self._own += self._coming
+            for buffer in (*self._shares, self._coming):
                 self._group.scratch.give(buffer)
-        return own
+        return self._own
+
+    def _take(self) -> Tensor:
+        return self._group.scratch.take(self._own.numel(), self._own.dtype, self._own.device).view_as(self._own)
 
     def _shift(self, out: Tensor, t: Tensor, distance: int) -> Pending:
         return self._group.shift(

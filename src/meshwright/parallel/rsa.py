@@ -9,7 +9,7 @@ price is that each rank holds scores of T/cp × T a head, and computes what the 
     on the wire   forward                                  backward
     ============  =======================================  ============================================
     k, then v     cp − 1 shifts each                       v, then k: cp − 1 shifts each
-    dv, then dk                                            cp shifts each
+    dv, then dk                                            cp − 1 shifts each
     ============  =======================================  ============================================
 """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -69,6 +69,7 @@ class Context:
         self.method, self.order, self.recompute, self.reason, self.micro = method, order, recompute, reason, micro
         self._phase = phase
         self._documents: Tensor | None = None
+        self._packed: tuple[int, ...] | None = None
         self._calls: dict[tuple[object, ...], list[list[Call]]] = {}
         self._arranged: dict[int, Places | None] = {}
 
@@ -91,6 +92,18 @@ class Context:
         self._documents = documents
         self._calls.clear()
 
+    @property
+    def packed(self) -> tuple[int, ...] | None:
+        """Where documents begin, and the end, that are packed into every sequence and cut each by itself; queries see
+        keys of their own only, and no masks are needed. None: the sequence is cut as a whole."""
+        return self._packed
+
+    @packed.setter
+    def packed(self, packed: Sequence[int] | None) -> None:
+        self._packed = None if packed is None else tuple(packed)
+        self._calls.clear()
+        self._arranged.clear()
+
     def kept(self, function: Callable[[], T]) -> T:
         """`function()`, attention and what it sends, which a recompute that keeps attention keeps as one."""
         return function() if self.recompute is None else self.recompute.call("attention", function)
@@ -106,7 +119,10 @@ class Context:
         return self._calls[key]
 
     def _find(self, length: int, causal: bool, window: int | None, device: torch.device) -> list[list[Call]]:
-        plan = ring_plan(length, self.ranks, self.ring.rank, self.order, inner=self.inner, causal=causal, window=window)
+        plan = ring_plan(
+            length, self.ranks, self.ring.rank, self.order,
+            inner=self.inner, causal=causal, window=window, documents=self._packed,
+        )  # fmt: skip
         sight = _Sight(causal, window, self._documents, device)
         ours = sight.part(self.positions(length, self.ring.rank))
         found = []
@@ -118,21 +134,25 @@ class Context:
 
     def positions(self, length: int, place: int) -> Places:
         """Those that the ring's rank `place` holds, i64[T/ring], on the host."""
-        parts = held(length, self.ranks, place, self.order, self.inner)
+        parts = held(length, self.ranks, place, self.order, self.inner, self._packed)
         return np.concatenate([np.arange(part.start, part.stop, part.step) for part in parts])
 
     def arranged(self, length: int) -> Tensor | None:
         """Which of the positions of the ranks that deal heads out, one part after the other, comes where; of `length`
         in all of them. None where they are in place."""
         if length not in self._arranged:
-            places = arranged(length * self.ring.size, self.ranks, self.ring.rank, self.order, self.inner)
+            whole = length * self.ring.size
+            places = arranged(whole, self.ranks, self.ring.rank, self.order, self.inner, self._packed)
             self._arranged[length] = None if places is None else np.array(places)
         found = self._arranged[length]
         return None if found is None else torch.from_numpy(found)
 
     def hidden(self, length: int, source: int, causal: bool, window: int | None, device: torch.device) -> Tensor:
         """What of a whole part of keys this rank's queries do not see: see Call.hidden."""
-        sight = _Sight(causal, window, self._documents, device)
+        documents = self._documents
+        if self._packed is not None and documents is None:
+            documents = torch.bucketize(torch.arange(length), torch.tensor(self._packed), right=True)
+        sight = _Sight(causal, window, documents, device)
         return sight.hidden(*(sight.part(self.positions(length, each)) for each in (self.ring.rank, source)))
 
 

@@ -133,12 +133,12 @@ def _ring(it: Attention) -> Iterator[Message]:
         for name in ("k", "v"):
             yield Message("shift", axis, n, f"cp.rsa.{name}", "forward", it.kv // 2, n - 1)
             yield Message("shift", axis, n, f"cp.rsa.{name}", "backward", it.kv // 2, n - 1)
-            yield Message("shift", axis, n, f"cp.rsa.d{name}", "backward", it.kv // 2, n)
+            yield Message("shift", axis, n, f"cp.rsa.d{name}", "backward", it.kv // 2, n - 1)
         return
     shifts = len(_plan(it, 0)) - 1
     yield Message("shift", axis, n, "cp.ring.kv", "forward", it.kv, shifts)
     yield Message("shift", axis, n, "cp.ring.kv", "backward", it.kv, shifts)
-    yield Message("shift", axis, n, "cp.ring.dkv", "backward", it.kv, shifts + 1 if shifts else 0)  # and home
+    yield Message("shift", axis, n, "cp.ring.dkv", "backward", it.kv, shifts)  # the last one home
 
 
 # -- what is kept ---------------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def in_passing(it: Attention) -> int:
     if it.method == "rsa":
         return it.scores * it.size
     shifts = len(_plan(it, 0)) - 1
-    return (min(shifts, 2) + (3 if shifts else 1)) * it.kv
+    return (2 * min(shifts, 2) + (shifts > 0)) * it.kv
 
 
 # -- what is computed -----------------------------------------------------------------------------------------------

@@ -52,10 +52,10 @@ def _check_length(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
     if layout.cp_order == "zigzag" and seq_len % grain(layout.model_copy(update={"cp_order": "contiguous"})) == 0:
         ways.append("layout.cp_order=contiguous or striped")
     ways.append("fewer context ranks")
-    beside = f" with sp over tp={layout.tp}" if layout.sp else ""
+    beside = f" and sp over tp={layout.tp}" if layout.sp else ""
     raise ValueError(
-        f"layout.cp={layout.cp} in cp_order={layout.cp_order}{beside} cuts sequences into equal parts where {each} "
-        f"divides their length, and {seq_len} tokens do not divide; use {join(ways)}"
+        f"layout.cp={layout.cp} with cp_order={layout.cp_order}{beside} needs sequences that {each} divides, and "
+        f"{seq_len} tokens do not divide; use {join(ways)}"
     )
 
 

@@ -47,21 +47,36 @@ def check_length(length: int, ranks: int, order: Order) -> None:
         raise ValueError(f"a sequence of {length} cannot be cut into {parts} for cp={ranks} ({order}); use {good}")
 
 
-def spans(length: int, ranks: int, rank: int, order: Order, documents: Sequence[int] | None = None) -> list[range]:
+Documents = Sequence[int]
+"""Where packed documents begin in a sequence, and its end: (0, 4, 8)."""
+
+
+def check_documents(documents: Documents, length: int, ranks: int, order: Order) -> None:
+    """Raise ValueError unless they make up the sequence and each can be cut by itself."""
+    if documents[0] != 0 or documents[-1] != length or any(a >= b for a, b in pairwise(documents)):
+        raise ValueError(f"documents {list(documents)} must ascend from 0 to the length, {length}")
+    for start, stop in pairwise(documents):
+        check_length(stop - start, ranks, order)
+
+
+def spans(length: int, ranks: int, rank: int, order: Order, documents: Documents | None = None) -> list[range]:
     """The positions 0 … length − 1 that `rank` holds, in the order in which it holds them: ascending.
 
     documents: where packed documents begin, and the end, (0, 4, 8): each is then cut by itself, so that each one's
     work is dealt out evenly. Raises ValueError for a length that cannot be cut, and a document that cannot.
     """
     if documents is None:
-        documents = (0, length)
-    if documents[0] != 0 or documents[-1] != length or any(a >= b for a, b in pairwise(documents)):
-        raise ValueError(f"documents {list(documents)} must ascend from 0 to the length, {length}")
+        return _spans(length, ranks, rank, order)
+    check_documents(documents, length, ranks, order)
     return [
-        range(part.start + start, part.stop + start, part.step)
+        _shifted(part, start)
         for start, stop in pairwise(documents)
         for part in _spans(stop - start, ranks, rank, order)
     ]
+
+
+def _shifted(part: range, by: int) -> range:
+    return range(part.start + by, part.stop + by, part.step)
 
 
 def _spans(length: int, ranks: int, rank: int, order: Order) -> list[range]:
@@ -180,25 +195,36 @@ def _total(parts: Sequence[range]) -> int:
     return sum(map(len, parts))
 
 
-def held(length: int, ranks: int, place: int, order: Order, inner: int = 1) -> list[range]:
+def held(
+    length: int, ranks: int, place: int, order: Order, inner: int = 1, documents: Documents | None = None
+) -> list[range]:
     """What `inner` neighbouring ranks hold together, the run of them number `place`: see `arranged`."""
+    return [
+        _shifted(part, start)
+        for start, stop in pairwise(documents or (0, length))
+        for part in _held(stop - start, ranks, place, order, inner)
+    ]
+
+
+def _held(length: int, ranks: int, place: int, order: Order, inner: int) -> list[range]:
     if inner == ranks:
         return [range(length)]
     parts = [part for rank in range(place * inner, (place + 1) * inner) for part in spans(length, ranks, rank, order)]
     return parts if order == "striped" else sorted(parts, key=lambda part: part.start)
 
 
-def arranged(length: int, ranks: int, place: int, order: Order, inner: int) -> list[int] | None:
+def arranged(
+    length: int, ranks: int, place: int, order: Order, inner: int, documents: Documents | None = None
+) -> list[int] | None:
     """Where each position that `held` lists stands in the parts of the `inner` ranks, one after the other; None where
     it is in place already.
 
     Ascending positions make larger calls. Stripes of some of the ranks do not fit together, and stay apart.
     """
-    before = [
-        p for rank in range(place * inner, (place + 1) * inner) for s in spans(length, ranks, rank, order) for p in s
-    ]
+    runs = (spans(length, ranks, rank, order, documents) for rank in range(place * inner, (place + 1) * inner))
+    before = [position for run in runs for part in run for position in part]
     at = {position: index for index, position in enumerate(before)}
-    found = [at[position] for part in held(length, ranks, place, order, inner) for position in part]
+    found = [at[position] for part in held(length, ranks, place, order, inner, documents) for position in part]
     return None if found == list(range(len(found))) else found
 
 
@@ -212,13 +238,24 @@ def ring_blocks(
     inner: int = 1,
     causal: bool = True,
     window: int | None = None,
+    documents: Documents | None = None,
 ) -> list[Block]:
     """The calls of a ring's rank `place` for the keys that `source` holds, of a sequence of `length`.
 
-    Of `ranks` ranks, runs of `inner` neighbours hold a part of the ring together, each some heads of it.
+    Of `ranks` ranks, runs of `inner` neighbours hold a part of the ring together, each some heads of it. documents:
+    those that are cut each by itself; queries see keys of their own.
     """
-    ours, theirs = (held(length, ranks, each, order, inner) for each in (place, source))
-    return blocks(ours, theirs, causal=causal, window=window)
+    ring = ranks // inner
+    return [
+        _moved(block, start // ring, start // ring)
+        for start, stop in pairwise(documents or (0, length))
+        for block in blocks(
+            _held(stop - start, ranks, place, order, inner),
+            _held(stop - start, ranks, source, order, inner),
+            causal=causal,
+            window=window,
+        )
+    ]
 
 
 Plan = tuple[tuple[Block, ...], ...]
@@ -234,6 +271,7 @@ def ring_plan(
     inner: int = 1,
     causal: bool = True,
     window: int | None = None,
+    documents: tuple[int, ...] | None = None,
 ) -> Plan:
     """The calls of a ring's rank `place` for its own keys, those of the rank before it, of the one before that …
 
@@ -243,7 +281,11 @@ def ring_plan(
 
     def calls(rank: int, distance: int) -> tuple[Block, ...]:
         source = (rank - distance) % ring
-        return tuple(ring_blocks(length, ranks, rank, source, order, inner=inner, causal=causal, window=window))
+        return tuple(
+            ring_blocks(
+                length, ranks, rank, source, order, inner=inner, causal=causal, window=window, documents=documents
+            )
+        )
 
     furthest = max(distance for distance in range(ring) if any(calls(rank, distance) for rank in range(ring)))
     return tuple(calls(place, distance) for distance in range(furthest + 1))
