@@ -33,7 +33,7 @@ def borrowed(it: Attention) -> list[int]:
     if it.method == "gather":
         return [it.ring * it.kv]
     if it.method == "rsa":
-        return [it.kv // 2] * (min(it.ring - 1, 2) + 3)
+        return [it.kv // 2] * (2 * min(it.ring - 1, 2) + 1)
     return [it.kv] * (in_passing(it) // it.kv)
 
 
