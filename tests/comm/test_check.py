@@ -80,6 +80,14 @@ def splits(mesh: Mesh) -> None:
     mesh.group("dp").all_to_all(out, t, taken, given, **STEP)
 
 
+def distances(mesh: Mesh) -> None:
+    mesh.group("dp").shift(torch.empty(3), torch.ones(3), (1, -1)[mesh.rank], **STEP)
+
+
+def shift_shape(mesh: Mesh) -> None:
+    mesh.group("dp").shift(torch.empty(3 + mesh.rank), torch.ones(3 + mesh.rank), async_=True, **STEP).wait()
+
+
 def collective_and_pair(mesh: Mesh) -> None:
     if mesh.rank == 0:
         mesh.group("dp").all_reduce(torch.ones(10), reason="zero.reduce", phase="backward")
@@ -102,6 +110,8 @@ BOTH = {
         "rank 1: all_gather zero.gather (dp) float32[4]",
     ),
     splits: ("rank 0 sends 3 rows to rank 1, which expects 2", "rows sent [1, 3] received [1, 2]"),
+    distances: ("rank 0: shift test (dp) float32[3] by 1", "rank 1: shift test (dp) float32[3] by -1"),
+    shift_shape: ("rank 0: shift test (dp) float32[3] by 1", "rank 1: shift test (dp) float32[4] by 1"),
     collective_and_pair: (
         "rank 0: in all_reduce zero.reduce (dp) float32[10] sum",
         "rank 1: in send pp.forward (dp) float32[3] to rank 0",

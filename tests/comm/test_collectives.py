@@ -59,6 +59,9 @@ def every_operation(mesh: Mesh, async_: bool) -> dict[str, list]:
     note("all_to_all.uneven", t, group.all_to_all(t, rows, splits, splits, **kind("all_to_all.uneven")))
     note("recv", t := empty(3), group.recv(t, (r - 1) % n, async_=True, reason="pair", phase="backward"))
     pending.append(group.send(own(r, 3), (r + 1) % n, async_=True, reason="pair", phase="backward"))
+    for distance in (1, 2, -1):
+        name = f"shift.{distance}"
+        note(name, t := empty(3), group.shift(t, own(r, 3), distance, **kind(name)))
     for handle in pending:
         if handle is not None:
             handle.wait()
@@ -88,6 +91,8 @@ def expected(n: int, r: int) -> dict[str, list]:
         uneven.append(own(i, 2 * sum(splits)).view(-1, 2)[start : start + splits[r]].flatten())
     out["all_to_all.uneven"] = torch.cat(uneven)
     out["recv"] = own((r - 1) % n, 3)
+    for distance in (1, 2, -1):
+        out[f"shift.{distance}"] = own((r - distance) % n, 3)
     return {k: None if v is None else v.tolist() for k, v in out.items()}
 
 
@@ -112,6 +117,8 @@ def test_ledger_rows(ranks, world: int) -> None:
         payloads |= {"scatter": 16 * n, "all_to_all": 16 * n, "send": 24, "recv": 24}
         for op in ("sum", "min", "max"):
             payloads |= {f"all_reduce.{op}": 32, f"reduce.{op}": 32, f"reduce_scatter.{op}": 16 * n}
+        # By two places on two ranks it stays where it is.
+        payloads |= {f"shift.{distance}": 24 for distance in (1, 2, -1) if distance % n}
         payloads["all_to_all.uneven"] = 16 * sum(r + j for j in range(n))
         assert {reason: row.payload for reason, row in rows.items()} == payloads
         for reason, row in rows.items():

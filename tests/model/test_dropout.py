@@ -40,6 +40,16 @@ def test_a_part_sees_its_slice_of_the_mask(shape: tuple[int, ...], parts: int) -
         assert torch.equal(dropped(key(range(shape[0])), 3, expected.shape, 0.3, (number, parts)), expected)
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_tokens_of_longer_sequences_see_their_elements_of_the_mask(parts: int) -> None:
+    """Wherever they stand, and where such tokens are cut once more, [B, T/cp/t, D]."""
+    whole = dropped(key(range(2, 5)), 3, torch.Size((3, 12, 50)), 0.3)
+    places = torch.tensor([0, 1, 2, 9, 10, 11])
+    mine = DropoutKey(1, 5, torch.arange(2, 5), places, 12)
+    for number, expected in enumerate(whole[:, places].chunk(parts, dim=1)):
+        assert torch.equal(dropped(mine, 3, expected.shape, 0.3, (number, parts)), expected)
+
+
 def test_a_dropout_of_a_part_drops_as_that_of_the_whole() -> None:
     module, x = Dropout(0.3, 4), torch.randn(3, 8, 5, generator=torch.Generator().manual_seed(0))
     whole = module(x, key(range(2, 5)))

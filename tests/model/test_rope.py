@@ -61,7 +61,8 @@ def test_dynamic_depends_on_the_longest_position() -> None:
     plain = Rotary(spec(), dtype=torch.float64, device=CPU)
     assert torch.equal(rotary(16)[0], plain(16)[0])
     assert not torch.equal(rotary(17)[0][:16], plain(16)[0])
-    assert torch.equal(rotary(3, torch.tensor([0, 5, 40]))[0], rotary(41)[0][[0, 5, 40]])
+    assert torch.equal(rotary(None, torch.tensor([0, 5, 40]))[0], rotary(41)[0][[0, 5, 40]])
+    assert torch.equal(rotary(41, torch.tensor([0, 5]))[0], rotary(41)[0][[0, 5]])  # of a longer sequence
     # NTK-aware: at s times the trained length the slowest pair is slowed by factor · s − (factor − 1).
     slowed = rope_frequencies(spec(scaling), 48)[0] / rope_frequencies(spec(), 48)[0]
     assert slowed[0] == 1 and slowed[-1] == pytest.approx(1 / (2 * 3 - 1))

@@ -31,6 +31,28 @@ def test_gradients_are_sums(ranks, kind, stage, ranks_, steps, micros):
             torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-12)
 
 
+AXES = [
+    ({"dp": 2, "cp": 2}, ("tp", "cp", "dp", "pp")),
+    ({"cp": 3}, None),
+    ({"dp": 2, "cp": 2}, ("dp", "tp", "cp", "pp")),
+]
+
+
+@pytest.mark.parametrize(("axes", "order"), AXES)
+@pytest.mark.parametrize(("stage", "shard_"), [(0, None), (1, None), (3, None), (2, 2)])
+def test_gradients_are_sums_over_data_and_context_ranks(ranks, stage, shard_, axes, order):
+    world = math.prod(axes.values())
+    if shard_ is not None and world % shard_:
+        return
+    expected = expected_gradients(Tied, world, 1, 2)
+    more = {} if order is None else {"order": order}
+    for found, rows in ranks.run(world, gradients, Tied, stage, 1, 2, Options(shard=shard_), axes=axes, **more):
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-12)
+        name = "+".join(axes)
+        assert {row.key.axis for row in rows} == ({name} if shard_ is None else {f"{name}.inner", f"{name}.outer"})
+
+
 def test_stages_0_and_1_reduce_once_a_step_and_2_and_3_in_every_micro_batch(ranks):
     for stage, times in ((0, 1), (1, 1), (2, 3), (3, 3)):
         for _, rows in ranks.run(2, gradients, Twice, stage, 1, 3):

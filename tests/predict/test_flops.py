@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from meshwright.comm.mesh import Mesh
 from meshwright.model.build import build
 from meshwright.model.dropout import DropoutKey
 from meshwright.model.init import initialise_
@@ -18,6 +19,8 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.presets import PRESETS
 from meshwright.spec.run import Batch, Data, RunSpec
+from meshwright.train.trainer import Trainer
+from meshwright.verify.unequal import UnequalData
 
 LLAMA = ModelSpec(family="llama", vocab=33, hidden=16, layers=2, heads=4, kv_heads=2, ffn=24, max_seq=32)
 GPT2 = ModelSpec(family="gpt2", vocab=33, hidden=16, layers=2, heads=4, max_seq=32)
@@ -241,3 +244,47 @@ def test_no_peak_is_made_up() -> None:
     assert peak("cpu", "fp32") is None
     assert peak("Tesla V100-SXM2-16GB", "bf16") is None
     assert peak("NVIDIA L40S", "bf16") is None
+
+
+def computed_on(mesh: Mesh, run: RunSpec) -> int:
+    """FLOPs that torch counts on a rank in a step."""
+    trainer, data = Trainer(run, mesh), UnequalData(run.model.vocab, run.data.seq_len, 1)
+    with FlopCounterMode(display=False, custom_mapping=UNKNOWN_TO_TORCH) as counter:
+        trainer.accumulate(data, 0)
+    return int(counter.get_total_flops())
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"cp": 4, "recompute": "full"},
+        {"cp": 4, "cp_order": "contiguous"},
+        {"cp": 2, "cp_method": "rsa"},
+        {"cp": 4, "cp_method": "usp", "cp_ulysses": 2, "recompute": "selective"},
+        {"cp": 2, "tp": 2, "cp_method": "ulysses", "cp_order": "striped"},
+    ],
+    ids=str,
+)
+def test_counted_on_context_ranks_is_what_torch_counts(ranks: Any, layout: dict[str, Any]) -> None:
+    laid_out = Layout(dp=1, **layout)
+    run = RunSpec(model=LLAMA, data=Data(seq_len=16), batch=Batch(sequences=3, micro=3), layout=laid_out)
+    sizes: Any = {axis: laid_out.size(axis) for axis in ("tp", "cp")}
+    found = ranks.run(laid_out.world, computed_on, run, axes=sizes)
+    foretold = [
+        flops.counted(LLAMA, batch=3, seq=16, layout=laid_out, place=place).total for place in range(laid_out.cp)
+    ]
+    assert found == [foretold[laid_out.coordinates(rank)["cp"]] for rank in range(laid_out.world)]
+    assert predict(run).flops.executed_per_step.total == sum(found)
+
+
+def test_the_order_of_positions_decides_how_even_the_work_is() -> None:
+    """Attention of a long causal sequence: even in zigzag; contiguous, the last rank has 2·cp − 1 times the first's."""
+    spec = LLAMA.model_copy(update={"hidden": 16, "heads": 16, "kv_heads": 16, "head_dim": 64, "ffn": 2, "vocab": 2})
+
+    def shares(order: str) -> list[int]:
+        layout = Layout(dp=1, cp=4, cp_order=order)
+        return [flops.counted(spec, batch=1, seq=1 << 15, layout=layout, place=place).total for place in range(4)]
+
+    assert max(shares("zigzag")) == min(shares("zigzag"))
+    uneven = shares("contiguous")
+    assert uneven[3] / uneven[0] > 3.5  # whole rectangles: 4 against 1

@@ -291,5 +291,5 @@ def test_data_ranks_exchange_parts_only() -> None:
 
 def test_too_many_micro_batches_for_rows_are_refused() -> None:
     run = run_of(batch=Batch(sequences=MOST_MICROS + 1, micro=1))
-    with pytest.raises(UserError, match="each with reductions of its own at tp=2"):
+    with pytest.raises(UserError, match="each with messages of its own at tp=2"):
         traffic(run, Layout(dp=1, tp=2))

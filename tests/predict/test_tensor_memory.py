@@ -168,7 +168,7 @@ def test_sequence_parallelism_gathers_again_in_backward() -> None:
 
 def test_only_the_cpu_keeps_a_buffer_for_what_is_scattered() -> None:
     run = RunSpec(model=LLAMA, data=Data(seq_len=T), batch=Batch(sequences=B, micro=B))
-    assert kept(run, SP, 1000) == 1000
+    assert kept(run, SP, [[1000]]) == 1000
     assert memory(run, SP, 0, "cpu").categories["reductions"] == B * T * D * 4
     assert memory(run, TP, 0, "cpu").categories["reductions"] == 0
     assert memory(run, SP, 0, "cuda").categories["reductions"] == 0

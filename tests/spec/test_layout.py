@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.spec.errors import UserError
-from meshwright.spec.layout import Layout
+from meshwright.spec.layout import Axis, Layout
 
 
 def test_auto_takes_what_the_ranks_leave() -> None:
@@ -48,3 +48,19 @@ def test_the_first_axis_of_the_order_varies_fastest() -> None:
     for each in (layout, other):
         assert [each.rank_at(each.coordinates(rank)) for rank in range(6)] == list(range(6))
     assert (layout.rank_at({"dp": 2}), other.rank_at({"tp": 1})) == (4, 3)
+
+
+@pytest.mark.parametrize("order", [("tp", "cp", "dp", "pp"), ("dp", "cp", "tp", "pp"), ("cp", "tp", "dp", "pp")])
+def test_states_have_a_place_among_data_and_context_ranks(order: tuple[Axis, ...]) -> None:
+    """By ascending number, as a group of ranks has them, whatever the order of the axes."""
+    layout = Layout(dp=3, cp=2, tp=2, order=order)
+    assert (layout.state_ranks, layout.world) == (6, 12)
+    for tp in range(2):
+        together = [rank for rank in range(12) if layout.coordinates(rank)["tp"] == tp]
+        assert [layout.place(rank) for rank in together] == list(range(6))
+
+
+def test_zero_shards_over_context_ranks_too() -> None:
+    assert Layout(dp=1, cp=4, zero=1, zero_shard=2).resolve(4).state_ranks == 4
+    with pytest.raises(UserError, match=r"zero_shard=3 does not divide dp=2 × cp=2 = 4; use one of 1, 2, 4"):
+        Layout(dp=2, cp=2, zero=1, zero_shard=3).resolve(None)

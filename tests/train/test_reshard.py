@@ -144,6 +144,8 @@ CUT_LAYOUTS = [
     Layout(dp=2, tp=2, zero=1, zero_join=300, order=("dp", "tp", "cp", "pp")),
     Layout(dp=2, tp=2, sp=True, zero=3),
     Layout(dp=2, tp=2, zero=2, zero_shard=1),
+    Layout(dp=2, cp=2, zero=2, order=("dp", "cp", "tp", "pp")),
+    Layout(dp=1, tp=2, sp=True, cp=2, zero=3, zero_shard=1),
 ]
 
 
@@ -159,14 +161,15 @@ def load_and_score(mesh, run, found):
 
 
 def on(ranks, layout: Layout, function, *args):
-    axes = {"tp": layout.tp, "dp": layout.data_ranks}
+    axes = {"tp": layout.tp, "cp": layout.cp, "dp": layout.data_ranks}
     return ranks.run(layout.world, function, *args, axes=axes, order=layout.order)
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", CUT)
 def test_layouts_that_cut_tensors(ranks, tmp_path, family):
-    """Words that fill a part up are in no checkpoint, and what two ranks hold is in it once."""
+    """Words that fill a part up are in no checkpoint, and what two ranks hold is in it once; nor does it know the
+    ranks that share sequences."""
     saved = {}
     for number, layout in enumerate(CUT_LAYOUTS):
         run = run_of(CUT[family], layout, seq_len=8)

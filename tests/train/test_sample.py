@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from meshwright.comm.mesh import Mesh
 from meshwright.model.build import build
 from meshwright.model.init import initialise_
+from meshwright.spec.context import grain
 from meshwright.spec.errors import RunError
+from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.presets import PRESETS
+from meshwright.spec.run import Data, RunSpec
 from meshwright.train.sample import generate
+from meshwright.train.trainer import Trainer
 
 
 class Recorder(nn.Module):
@@ -84,3 +90,25 @@ def test_refused() -> None:
         generate(Recorder(), [], 1, temperature=1, seed=1)
     with pytest.raises(RunError, match="not finite"):
         generate(Recorder(scale=float("nan")), [1], 1, temperature=1, seed=1)
+
+
+def sampled(mesh: Mesh, run: RunSpec) -> list[int]:
+    trainer = Trainer(run, mesh)
+    options = {"temperature": 0.8, "seed": 7, "multiple": grain(run.layout), "logits": trainer.logits}
+    return generate(trainer.model, [3, 1], 9, **options)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"cp": 2}, {"cp": 2, "cp_order": "striped", "zero": 3}, {"cp": 2, "cp_method": "ulysses", "tp": 2, "sp": True}],
+    ids=str,
+)
+def test_ranks_that_share_the_sequence_draw_what_one_would(ranks: Any, layout: dict[str, Any]) -> None:
+    """Also where the model has seen all that it can, and where it is given more than there is."""
+    model = ModelSpec(family="gpt2", vocab=37, hidden=16, layers=2, heads=4, max_seq=8)
+    run = RunSpec(model=model, data=Data(seq_len=8), layout=Layout(dp=1, **layout), precision="float64")
+    plain = build(model, dtype=torch.float64)
+    initialise_(plain, run.seed)
+    axes = {"cp": 2, "tp": run.layout.tp}
+    found = ranks.run(run.layout.world, sampled, run, axes=axes)
+    assert found == [generate(plain, [3, 1], 9, temperature=0.8, seed=7)] * run.layout.world

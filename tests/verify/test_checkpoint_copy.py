@@ -46,6 +46,19 @@ def test_to_the_byte(ranks, tmp_path, dp, precision):
         assert all(foretold)
 
 
+@pytest.mark.parametrize("order", [("tp", "cp", "dp", "pp"), ("dp", "cp", "tp", "pp")])
+def test_context_ranks_hold_shards_too(ranks, tmp_path, order):
+    """Whichever of the two axes comes first."""
+    shards = [{"zero": 0}, {"zero": 3}, {"zero": 1, "zero_shard": 2}]
+    runs = [
+        RunSpec(model=MODEL, data=Data(seq_len=8), layout=Layout(dp=2, cp=2, order=order, **fields))
+        for fields in shards
+    ]
+    found = ranks.run(4, staged, runs, tmp_path, axes={"dp": 2, "cp": 2}, order=order)
+    assert found == [[memory(run, run.layout, rank).host["checkpoint copy"] for run in runs] for rank in range(4)]
+    assert len(set(map(tuple, found))) > 1
+
+
 def test_the_whole_is_written_once():
     run = RunSpec(model=MODEL, data=Data(seq_len=9), precision="bf16")
     per_element = 3 * torch.float32.itemsize

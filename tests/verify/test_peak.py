@@ -195,6 +195,25 @@ def test_ranks_without_a_sequence(ranks):
     compared(ranks, run, [Layout(dp=3, zero=stage, zero_join=0) for stage in (0, 2, 3)])
 
 
+METHODS = [
+    {"cp_method": "gather"},
+    {"cp_method": "rsa"},
+    {"cp_method": "ring", "zero": 1},
+    {"cp_method": "ring", "recompute": "full"},
+    {"cp_method": "ulysses", "zero": 3},
+]
+
+
+@pytest.mark.parametrize("model", [HEADS, GPT2], ids=["many heads", "gpt2"])
+def test_context_ranks(ranks, model):
+    """Of few layers with long sequences, so that what attention holds on its way counts; without it, other bytes."""
+    model = model.model_copy(update={"layers": 2, "max_seq": 256})
+    run = run_of(model, 1, micro=4, data=Data(seq_len=256))
+    pairs = compared(ranks, run, [Layout(dp=1, cp=2, zero_join=0, **fields) for fields in METHODS])
+    rsa = pairs[1][1].total
+    assert all(found.total < rsa for _, found in pairs if found.total != rsa)
+
+
 def test_the_prediction_is_exact_where_it_leaves_nothing_out(ranks):
     """Of a step all but an index or a statistic is named: within a thousandth."""
     layouts = [Layout(dp=2, zero=stage, zero_join=0) for stage in range(4)]

@@ -62,6 +62,7 @@ def layout_words(layout: Layout) -> str:
     assert set(layout.order) == set(AXES)
     parts = [" × ".join(axes) or "dp=1"]
     parts += ["sp"] if layout.sp else []
+    parts += [f"{_method(layout)} in {layout.cp_order} parts"] if layout.cp > 1 else []
     parts += [f"zero={layout.zero}"] if layout.zero else []
     asked = {name: getattr(layout, name) for name in ("zero_shard", "zero_gather", "zero_ahead")}
     asked |= {"zero_join": layout.zero_join} if layout.zero < 2 else {}
@@ -69,6 +70,11 @@ def layout_words(layout: Layout) -> str:
     parts += [f"recompute {recompute_words(layout)}"] if layout.recompute != "none" else []
     parts += [f"offload={layout.offload}"] if layout.offload != "none" else []
     return ", ".join(parts)
+
+
+def _method(layout: Layout) -> str:
+    """ "ring", "usp of 2": how attention goes over the context ranks."""
+    return f"usp of {layout.cp_ulysses}" if layout.cp_method == "usp" else layout.cp_method
 
 
 def recompute_words(layout: Layout) -> str:
@@ -110,7 +116,8 @@ def summary(run: RunSpec, foretold: Prediction, fit: Fit | None = None) -> Table
         rows.add_row("fits", _fits(fit, foretold.memory.total))
     counts: Counter[tuple[str, str, str]] = Counter()
     for row in foretold.traffic:
-        reason = "tp.*" if row.key.reason.startswith("tp.") else row.key.reason
+        strategy, _, _ = row.key.reason.partition(".")
+        reason = f"{strategy}.*" if strategy in ("tp", "cp") else row.key.reason
         counts[row.key.operation, row.key.axis, reason] += row.count
     moved = ", ".join(f"{number} {operation} over {axis} ({why})" for (operation, axis, why), number in counts.items())
     rows.add_row("traffic", f"{size(foretold.wire_per_step)} sent a step by a rank: {moved}" if moved else "none")
@@ -127,7 +134,7 @@ def _notes(run: RunSpec, layout: Layout) -> Iterable[str]:
     if "model" in run.model_fields_set and "seq_len" not in run.data.model_fields_set and most >= FAR * seq:
         yield f"data.seq_len={seq} is the default, for the demo; this model takes sequences of up to {most:,}"
     if layout.zero and shards(layout) == 1:
-        why = "there is 1 data rank" if layout.data_ranks == 1 else "zero_shard=1 leaves each data rank by itself"
+        why = "there is 1 data rank" if layout.state_ranks == 1 else "zero_shard=1 leaves each data rank by itself"
         yield f"layout.zero={layout.zero} shards nothing: {why}"
     if run.compile != "none":
         yield f"compile={run.compile}: the compiler chooses what a block keeps; activations are those of plain blocks"
@@ -146,8 +153,8 @@ def prediction(
         f"{at_once} sequence{'s' * (at_once != 1)} at once",
         _memory(foretold),
     )
-    # Without tensor ranks all send the same.
-    of = "" if foretold.layout.tp == 1 else " on rank 0"
+    # Without tensor and context ranks all send the same.
+    of = "" if foretold.layout.tp == foretold.layout.cp == 1 else " on rank 0"
     yield titled(f"Traffic of a step{of}", _traffic(foretold.traffic, foretold.wire_per_step, every_micro=every_unit))
     yield titled("Computation of a step, all ranks", _flops(foretold))
 

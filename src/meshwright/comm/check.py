@@ -47,6 +47,7 @@ class Call:
     reduction: str | None = None
     root: int | None = None
     splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # rows to each rank, rows from each rank
+    distance: int | None = None  # of a shift
     number: int = 0  # the checker's count
     announced: str = ""  # what it has told the other ranks
     work: Work | None = None  # of a receive that the checker has started
@@ -61,6 +62,8 @@ class Call:
             words.append(self.reduction)
         if self.root is not None:
             words.append({"send": "to", "recv": "from"}.get(self.op, "root") + f" rank {ranks[self.root]}")
+        if self.distance is not None:
+            words.append(f"by {self.distance}")
         if self.splits is not None:
             words.append(f"rows sent {list(self.splits[0])} received {list(self.splits[1])}")
         return " ".join(words)
@@ -71,7 +74,14 @@ class Call:
         # An all-to-all may move other numbers of rows on each rank; its splits are compared pair by pair.
         rows = 1 if self.op == "all_to_all" else 0
         kinds = [(str(t.dtype), tuple(t.shape[rows:])) for t in self.tensors]
-        return ["pair" if pair else self.op, self.reason, kinds, self.reduction, None if pair else self.root]
+        return [
+            "pair" if pair else self.op,
+            self.reason,
+            kinds,
+            self.reduction,
+            None if pair else self.root,
+            self.distance,
+        ]
 
 
 class Checks:

@@ -6,8 +6,8 @@ once, and the caller must `wait` for the Pending before it reads, writes or free
 order in which they were issued, which must be the same on every rank of the group.
 
 The ledger counts the payload of the whole tensor: all_reduce, broadcast and reduce the tensor's; all_gather and
-gather the output's; reduce_scatter and scatter the input's; all_to_all what this rank puts in; send and recv the
-message's. A group of one rank communicates nothing and records nothing.
+gather the output's; reduce_scatter and scatter the input's; all_to_all what this rank puts in; shift, send and recv
+the message's. A group of one rank communicates nothing and records nothing.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ ReduceOp = Literal["sum", "min", "max"]
 DIRECT_BYTES = 1 << 18  # parts from this size on are gathered by direct messages on the CPU
 SMALL_BYTES = 1 << 17  # up to this size more than two ranks on the CPU add up what each has sent to all others
 EXCHANGE_TAG = 1  # keeps them apart from `send` and `recv`, which use 0
+SHIFT_TAG = 2
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
@@ -274,6 +275,30 @@ class Group:
             ), (out,), sent=row * (t.shape[0] - given[self.rank]),
         )  # fmt: skip
 
+    def shift(
+        self,
+        out: Tensor,
+        t: Tensor,
+        distance: int = 1,
+        *,
+        reason: str,
+        phase: Phase,
+        micro: int | None = None,
+        async_: bool = False,
+    ) -> Pending:
+        """Send `t` to the rank `distance` places on, round and round, and fill `out` with what comes from as far back.
+
+        All ranks of the group do so together; `out` shares no memory with `t`.
+        """
+        assert out.shape == t.shape and out.dtype == t.dtype, (out.shape, t.shape, self)
+        if distance % self.size == 0:
+            _copy(out, t)
+            return Pending()
+        call = Call("shift", reason, self.axis, (t,), distance=distance)
+        return self._issue(
+            call, phase, micro, _bytes(t), async_, lambda: self._send_on(out, t, distance), (out,),
+        )  # fmt: skip
+
     # -- two ranks -------------------------------------------------------------------------------------------------
 
     def send(
@@ -322,6 +347,19 @@ class Group:
         ]
         _copy(parts[self.rank], t)
         return Works(works)
+
+    def _send_on(self, out: Tensor, t: Tensor, distance: int) -> Works:
+        ahead, behind = (self.rank + distance) % self.size, (self.rank - distance) % self.size
+        group = self.process_group
+        # One batch: NCCL would wait for a receive that the sender has not come to.
+        return Works(
+            dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.irecv, out, group=group, tag=SHIFT_TAG, group_peer=behind),
+                    dist.P2POp(dist.isend, t, group=group, tag=SHIFT_TAG, group_peer=ahead),
+                ]
+            )
+        )
 
     # -- how it is done --------------------------------------------------------------------------------------------
 

@@ -103,17 +103,21 @@ class Mesh:
         """
         known = self._groups.get(axes)
         if known is None:
-            assert axes and len(set(axes)) == len(axes), axes
-            name = "+".join([a for a in axes if self.sizes[a] > 1] or axes[:1])
-            known = self._groups[axes] = self._group(name, self.ranks_along(*axes))
+            known = self._groups[axes] = self._group(self._name(axes), self.ranks_along(*axes))
         return known
 
-    def split(self, axis: Axis, inner: int) -> tuple[Group, Group]:
-        """The axis cut into runs of `inner` neighbours: this rank's run, and the ranks at its place in the others.
+    def _name(self, axes: tuple[Axis, ...]) -> str:
+        assert axes and len(set(axes)) == len(axes), axes
+        return "+".join([a for a in axes if self.sizes[a] > 1] or axes[:1])
 
-        They are named "dp.inner" and "dp.outer". All ranks must ask at the same point.
+    def split(self, axes: Axis | tuple[Axis, ...], inner: int) -> tuple[Group, Group]:
+        """The ranks along one axis, or several, cut into runs of `inner` neighbours: this rank's run, and the ranks at
+        its place in the others.
+
+        They are named "dp.inner" and "dp.outer", by the name of the whole group. All ranks must ask at the same point.
         """
-        ranks = self.ranks_along(axis)
+        axes = (axes,) if isinstance(axes, str) else axes
+        axis, ranks = self._name(axes), self.ranks_along(*axes)
         assert len(ranks) % inner == 0, f"{inner} does not divide {len(ranks)}"
         place = ranks.index(self.rank)
         first = place - place % inner

@@ -38,7 +38,9 @@ class LanguageModel(nn.Module, ABC):
         """tokens i64[B, T] -> hidden states [B, T, D]."""
 
     @abstractmethod
-    def context(self, tokens: Tensor, positions: Tensor | None, dropout: DropoutKey | None) -> tuple[Any, ...]:
+    def context(
+        self, tokens: Tensor, positions: Tensor | None, length: int | None, dropout: DropoutKey | None
+    ) -> tuple[Any, ...]:
         """Arguments of every block after the hidden states."""
 
     @abstractmethod
@@ -58,15 +60,17 @@ class LanguageModel(nn.Module, ABC):
         targets: Tensor | None = None,
         *,
         positions: Tensor | None = None,
+        length: int | None = None,
         dropout: DropoutKey | None = None,
     ) -> Tensor:
         """Logits [B, T, V]; with targets the sum of token losses, 0-dim, in promote_types(dtype, float32).
 
         tokens, targets i64[B, T]; a target of loss.IGNORE does not count. positions i64[T] or [B, T], 0..T−1 by
-        default, feed the position embedding only: causality follows the order of tokens. dropout is needed in
-        training where the spec has dropout (ValueError without).
+        default, feed the position embedding only: causality follows the order of tokens. length: of the sequences that
+        given positions are of, where it is not 1 + the largest of them. dropout is needed in training where the spec
+        has dropout (ValueError without).
         """
-        context = self.context(tokens, positions, dropout)
+        context = self.context(tokens, positions, length, dropout)
         x = self.embed(tokens, positions, dropout)
         for block in self.blocks:
             x = block(x, *context)

@@ -18,11 +18,16 @@ from meshwright.model.init import GOLDEN, mix64_, signed
 
 @dataclass(frozen=True, slots=True)
 class DropoutKey:
-    """What masks depend on besides their place: the run's seed, the step, and each sequence's place in the batch."""
+    """What masks depend on besides their place: the run's seed, the step, and each sequence's place in the batch.
+
+    positions: where x [B, T, ...] has some tokens of longer sequences, their places among all `length` of them.
+    """
 
     seed: int
     step: int
     rows: Tensor  # i64[B]
+    positions: Tensor | None = None  # i64[T]
+    length: int = 0
 
 
 class Dropout(nn.Module):
@@ -70,7 +75,7 @@ def seed_torch(seed: int, step: int, rank: int, micro: int) -> None:
 def dropped(key: DropoutKey, place: int, shape: torch.Size, p: float, part: tuple[int, int] = (0, 1)) -> Tensor:
     """Which elements of a tensor [B, ..., n] to drop: bool of its shape, true with probability p to 2⁻³².
 
-    part: see Dropout; of 2 dimensions only (0, 1).
+    part: see Dropout; of 2 dimensions only (0, 1). With positions in the key, x is [B, T, n] or such a part of it.
 
     Each run of n elements along the last dimension has a 64-bit key, from its sequence's place in the global batch
     and its index in the sequence; its two halves key a 32-bit hash of the element's index, because 32-bit
@@ -81,7 +86,12 @@ def dropped(key: DropoutKey, place: int, shape: torch.Size, p: float, part: tupl
     runs = torch.Size(middle).numel()
     number, parts = part
     assert middle or parts == 1
-    run_keys = rows[:, None] * (runs * parts) + torch.arange(number * runs, (number + 1) * runs, device=rows.device)
+    if key.positions is None:
+        whole, inside = runs * parts, torch.arange(number * runs, (number + 1) * runs, device=rows.device)
+    else:
+        assert len(middle) == 1 and len(key.positions) == runs * parts, (shape, part, key.positions.shape)
+        whole, inside = key.length, key.positions[number * runs : (number + 1) * runs]
+    run_keys = rows[:, None] * whole + inside
     run_keys = mix64_(run_keys.mul_(signed(GOLDEN)).add_(_hash64(f"dropout:{key.seed}:{key.step}:{place}"))).view(-1, 1)
     # The hash begins with an xorshift of low ^ column, which is that of each, since both are linear over bits.
     low = _xorshift_(run_keys.to(torch.int32), 16)

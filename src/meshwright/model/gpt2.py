@@ -87,7 +87,9 @@ class GPT2(LanguageModel):
         x = self.transformer.wte(tokens) + self.transformer.wpe(positions)
         return self.dropout(x, dropout)
 
-    def context(self, tokens: Tensor, positions: Tensor | None, dropout: DropoutKey | None) -> tuple[Any, ...]:
+    def context(
+        self, tokens: Tensor, positions: Tensor | None, length: int | None, dropout: DropoutKey | None
+    ) -> tuple[Any, ...]:
         weight = self.embedding_weight()
         return self.blocks[0].attn.core.mask(tokens.size(1), weight.dtype, weight.device), dropout
 

@@ -89,8 +89,10 @@ class Llama(LanguageModel):
     def embed(self, tokens: Tensor, positions: Tensor | None, dropout: DropoutKey | None) -> Tensor:
         return self.model.embed_tokens(tokens)
 
-    def context(self, tokens: Tensor, positions: Tensor | None, dropout: DropoutKey | None) -> tuple[Any, ...]:
-        cos, sin = self.rotary(tokens.size(1), positions)
+    def context(
+        self, tokens: Tensor, positions: Tensor | None, length: int | None, dropout: DropoutKey | None
+    ) -> tuple[Any, ...]:
+        cos, sin = self.rotary(tokens.size(1) if positions is None else length, positions)
         weight = self.embedding_weight()
         return cos, sin, self.blocks[0].self_attn.core.mask(tokens.size(1), weight.dtype, weight.device)
 

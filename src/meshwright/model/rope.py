@@ -54,14 +54,15 @@ class Rotary(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
-    def forward(self, length: int, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """For a sequence of `length`, or at `positions` i64[T] or [B, T]: cos, sin [T, 1, d] or [B, T, 1, d].
+    def forward(self, length: int | None, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """For a sequence of `length`, or at `positions` i64[T] or [B, T] of one: cos, sin [T, 1, d] or [B, T, 1, d].
 
-        `dynamic` scaling depends on the largest position: with it, given positions are read on the host. Without,
-        given positions must be below the spec's max_seq.
+        Positions may go without a length. `dynamic` scaling, which depends on it, then takes the largest of them to be
+        the last, and reads them on the host; without scaling they must be below the spec's max_seq.
         """
-        if positions is not None and self.dynamic:
-            length = int(positions.max()) + 1
+        if length is None:
+            assert positions is not None
+            length = int(positions.max()) + 1 if self.dynamic else 0
         if length > self.length and not self.dynamic:
             self.length = length
             self.rebuild(self.cos.device)

@@ -2,7 +2,7 @@
 and with sequence parallelism of whatever is whole.
 
 They are few numbers. When the sums over the data ranks are there, those in this rank's shards go in one message for
-each group of ranks; tensor ranks at the same place on `dp` have shards of the same parameters.
+each group of ranks; tensor ranks at the same place on the other axes have shards of the same parameters.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class Placement:
     `names` holds every place of the module tree where the parameter stands; a tied weight has several, and the
     first is its public name. partial: the ranks over which its gradients are still to be summed beside the data ranks,
     by the name of their group; None where each rank has the whole gradient of what it holds. counted: whether this
-    rank's is the one that norms count and checkpoints hold, of several that other axes than `dp` have of the same part.
+    rank's is the one that norms count and checkpoints hold, of several that `tp` ranks have of the same part.
     """
 
     name: str

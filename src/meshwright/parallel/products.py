@@ -84,7 +84,7 @@ class Gathered:
         return parts.movedim(0, self._dim).flatten(self._dim, self._dim + 1)
 
 
-# -- products whose outputs are dealt out -----------------------------------------------------------------------------
+# -- products whose outputs are dealt out ----------------------------------------------------------------------------
 
 
 class Columns(nn.Module):
@@ -276,7 +276,7 @@ def _weight_gradient(rows: Tensor, grad: Tensor, outputs: int) -> Tensor:
     return other.t() @ rows if outputs == 0 else rows.t() @ other
 
 
-# -- products whose inputs are dealt out ------------------------------------------------------------------------------
+# -- products whose inputs are dealt out -----------------------------------------------------------------------------
 
 
 class Rows(nn.Module):
@@ -345,7 +345,7 @@ class _Sum(torch.autograd.Function):
         return None, None, grad
 
 
-# -- from dealt out to whole, and back --------------------------------------------------------------------------------
+# -- from dealt out to whole, and back -------------------------------------------------------------------------------
 
 
 def whole_features(line: Line, reason: str, part: Tensor) -> Tensor:

@@ -24,6 +24,9 @@ Memory a rank, Ψ parameters, N ranks, g bytes a gradient, K = 12 bytes of maste
 stage 0, (2 + g + K/N)Ψ at 1, (2 + (g + K)/N)Ψ at 2, (2 + g + K)Ψ/N at 3 for two-byte parameters. In between stand the
 whole gradients of the units that backward is in (stages 2, 3) and the gathered units (3).
 
+Context ranks hold the same weights as data ranks do, and a sum over both is one sum: where `cp` is above 1, all this
+goes over the ranks of `dp` and `cp` together, and the data ranks that this file speaks of are these.
+
 With hybrid sharding the data ranks are groups of `shard` neighbours that shard among themselves, and hold what the
 other groups hold: sums then also go once a step across the groups.
 
@@ -51,6 +54,7 @@ from meshwright.parallel.reducer import Reducer
 from meshwright.parallel.residency import Residency, Stay, entries
 from meshwright.parallel.units import UnitPlan, plan_units
 from meshwright.spec.errors import UserError
+from meshwright.spec.layout import STATE_AXES
 
 _EXHAUST = "exhaust it before publish and the next step: for unit in sharded.finish(): ..."
 _SHARDED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules whose parameters lie in units
@@ -60,8 +64,8 @@ _SHARDED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules whose parame
 class Options:
     """How a stage is carried out.
 
-    shard: ranks that shard among themselves, neighbours on `dp`; None: all of them. gather: "micro" frees stage 3's
-    parameters after each pass, "step" keeps them, once gathered, until the step's last backward. ahead: units that
+    shard: ranks that shard among themselves, neighbours; None: all data and context ranks. gather: "micro" frees stage
+    3's parameters after each pass, "step" keeps them, once gathered, until the step's last backward. ahead: units that
     stage 3 gathers before they are needed. join: stages 0 and 1 join default units until one holds as many parameters.
     """
 
@@ -102,10 +106,9 @@ class Sharded:
         self.mesh = mesh
         self.stage = stage
         self.options = options
-        if options.shard is None or options.shard == mesh.sizes["dp"]:
-            self.group, self.replicas = mesh.group("dp"), None
-        else:
-            self.group, self.replicas = mesh.split("dp", options.shard)
+        self.group, self.replicas = mesh.group(*STATE_AXES), None
+        if options.shard not in (None, self.group.size):
+            self.group, self.replicas = mesh.split(STATE_AXES, options.shard)
         self.device = mesh.device
         self._begun = False
         self._owed: set[Unit] = set()  # trainable ones whose sum of this step nobody has taken yet
@@ -391,7 +394,7 @@ def shard(
     recompute: Recompute | None = None,
     placements: Mapping[str, Placement] | None = None,
 ) -> Sharded:
-    """Lay `module`'s parameters out in flat unit buffers on the mesh's device and sum its gradients over `dp`.
+    """Lay `module`'s parameters out in flat unit buffers on the mesh's device; sum its gradients over `dp` and `cp`.
 
     The module is changed in place: its parameters are replaced by views of the buffers (references to the old ones
     are stale), with their values where they had any; parameters on the meta device are left unfilled, see
@@ -412,10 +415,11 @@ def shard(
         raise UserError(f"zero_ahead={options.ahead}: use 0 or more")
     if not _SHARDED.isdisjoint(module.modules()):
         raise UserError(f"zero={stage}: the module, or a part of it, is sharded already; shard a new one")
-    ranks = mesh.sizes["dp"]
+    ranks = mesh.group(*STATE_AXES).size
     if options.shard is not None and (stage == 0 or ranks % options.shard):
-        why = "stage 0 shards nothing" if stage == 0 else f"{options.shard} does not divide {ranks} data ranks"
-        raise UserError(f"zero_shard={options.shard}: {why}")
+        kinds = " and ".join({"dp": "data", "cp": "context"}[axis] for axis in STATE_AXES if mesh.sizes[axis] > 1)
+        divides = f"{options.shard} does not divide {ranks} {kinds or 'data'} ranks"
+        raise UserError(f"zero_shard={options.shard}: {divides if stage else 'stage 0 shards nothing'}")
     if options.join and stage > 1:
         raise UserError(f"zero_join={options.join}: units are joined at stages 0 and 1 only, and this is stage {stage}")
     if placements is None:

@@ -13,7 +13,8 @@ does not save are described too. What is alive in backward follows in predict/al
 
 With tensor ranks each has its heads and feed-forward units, and of the softmax over the vocabulary its words; with
 sequence parallelism its part of the sequence wherever heads and units are not dealt out (Korthikanti et al. 2022,
-section 4.2).
+section 4.2). With context ranks each has its part of every sequence everywhere, and for attention what
+predict/context.py says.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Required, TypedDict, Unpack
 
+from meshwright.predict.attention import shared
+from meshwright.predict.context import kept as kept_over_ranks
 from meshwright.predict.params import rotary_length
 from meshwright.spec.layout import Layout, Operators
 from meshwright.spec.model import ModelSpec
@@ -168,12 +171,13 @@ class _Shapes:
         dropout: str,
         device: str,
     ) -> None:
-        self.spec, self.layout, self.batch, self.seq, self.size = spec, layout, batch, seq, size
+        self.spec, self.layout, self.batch, self.size = spec, layout, batch, size
+        self.length, self.seq = seq, seq // layout.cp  # of the sequences, and of this rank's part of each
         self.attention, self.dropout, self.cpu = attention, dropout, device == "cpu"
         tp = layout.tp
         self.heads, self.kv_heads = spec.heads // tp, -(-spec.num_kv_heads // tp)  # of this rank
         self.vocab = -(-spec.vocab // tp)
-        self.tokens = batch * seq
+        self.tokens = batch * self.seq
         self.mine = self.tokens // (tp if layout.sp else 1)  # tokens where heads and units are not dealt out
         self.wide = max(size, 4)
         self.hidden = self.mine * spec.hidden * size
@@ -191,8 +195,9 @@ class _Shapes:
         yield from self._rms_norm(f"{at}.input_layernorm", "residual stream", self.hidden, self.mine)
         yield f"{at}.self_attn.q_proj", "normed input of q, k, v", self.hidden
         if i == 0:
+            where = "at this rank's positions" if self.layout.cp > 1 else "beyond the stored table"
             for what in ("cos", "sin"):  # one for all layers
-                yield Storage(f"{at}.self_attn", f"{what} beyond the stored table", self._long_table(), shared=True)
+                yield Storage(f"{at}.self_attn", f"{what} {where}", self._table(), shared=True)
         for name, size, heads in (("q", self.q, self.heads), ("k", self.kv, self.kv_heads)):
             if self.spec.qk_norm:
                 where = f"{at}.self_attn.{name}_norm"
@@ -216,16 +221,18 @@ class _Shapes:
         yield Storage(where, what, size, by)
         yield where, "inverse root mean square", rows * self.wide
 
-    def _long_table(self) -> int:
-        """Bytes of cos (and of sin) where the sequence is longer than the stored table."""
-        long = self.seq > rotary_length(self.spec)
-        return self.seq * self.spec.head_width * self.wide if long else 0
+    def _table(self) -> int:
+        """Bytes of cos (and of sin) where they are no part of the stored table: that sequences are longer than, or of
+        which a context rank takes rows here and there."""
+        made = self.layout.cp > 1 or self.seq > rotary_length(self.spec)
+        return self.seq * self.spec.head_width * self.wide if made else 0
 
     # -- GPT-2 ---------------------------------------------------------------------------------------------------
 
     def gpt2_embedding(self) -> Iterator[Row]:
         yield from self._words("transformer.wte")
-        yield "transformer.wpe", "positions", self.seq * 8  # of all, where a part is looked up too
+        if self.layout.cp == 1:  # else they are given
+            yield "transformer.wpe", "positions", self.seq * 8  # of all, where a part is looked up too
         yield from self._dropout("dropout", self.spec.embd_dropout, self.mine * self.spec.hidden)
 
     def gpt2_block(self, i: int) -> Iterator[Row]:
@@ -266,6 +273,8 @@ class _Shapes:
             yield where, "whose words are other ranks'", self.tokens
 
     def _core(self, at: str, layer: int, output: str) -> Iterator[Row]:
+        if self.layout.cp > 1:
+            return self._over_ranks(f"{at}.core", output)
         if self.attention == "sdpa" and self.spec.attn_dropout and self.cpu:
             return self._unfused(f"{at}.core", output)
         if self.attention == "sdpa":
@@ -283,6 +292,16 @@ class _Shapes:
         yield Storage(core, "log-sum of each softmax row", self.heads * self.tokens * self.wide, "attention")
         if layer == 0 and self.spec.window is not None and self.spec.window < self.seq:
             yield Storage(core, "window mask, shared by all layers", self.seq * self.seq * self.size, shared=True)
+
+    def _over_ranks(self, core: str, output: str) -> Iterator[Row]:
+        """With context ranks: the keys and values as they are sent in one, and what the method keeps."""
+        it = shared(self.spec, self.layout, batch=self.batch, seq=self.length, dtype_bytes=self.size)
+        made = ("q, k and v in one", 3 * self.q) if self.spec.family == "gpt2" else ("v", self.kv)
+        yield Storage(core, *made, "linear", saved=False)
+        for what, size, by in kept_over_ranks(it):
+            # By-products aside, rsa and what deals heads out leave the output to the product behind it.
+            behind = what == "output" and (it.over > 1 or it.method == "rsa")
+            yield Storage(output if behind else core, what, size, by)
 
     def _unfused(self, core: str, output: str) -> Iterator[Row]:
         """What torch makes of its fused attention on the CPU where it is to drop weights; GPT-2 only."""

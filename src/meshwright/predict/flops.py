@@ -16,6 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from meshwright.predict.attention import shared
+from meshwright.predict.context import flops as over_ranks
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
 
@@ -31,6 +33,10 @@ class Flops:
     @property
     def total(self) -> int:
         return self.forward + self.backward + self.recompute
+
+    def __add__(self, other: Flops) -> Flops:
+        """Those of both."""
+        return Flops(self.forward + other.forward, self.backward + other.backward, self.recompute + other.recompute)
 
     def times(self, ranks: int) -> Flops:
         """Those of as many ranks that compute the same."""
@@ -63,25 +69,29 @@ def counted(
     attention: Literal["sdpa", "explicit"] = "sdpa",
     loss: Literal["full", "chunked"] = "full",
     layout: Layout | None = None,
+    place: int = 0,
 ) -> Flops:
-    """FLOPs that the plain model executes on `batch` sequences of `seq` tokens, loss included; or a tensor rank of
-    `layout`. What is computed again is by the recompute of `layout`, if any.
+    """FLOPs that the plain model executes on `batch` sequences of `seq` tokens, loss included; or a rank of `layout`,
+    at `place` among its context ranks. What is computed again is by the recompute of `layout`, if any.
 
     Tensor ranks share the products, and all compute alike: what is filled up of the vocabulary, and the key-value heads
-    that several hold, is done by each.
+    that several hold, is done by each. Context ranks share the tokens; attention by the order of positions.
     The fused attention's backward computes the scores again, so it has five products for the forward's two; the
     written-out one keeps them and has four. A chunked loss computes the head's gradients while it has the logits, in
     forward. torch's counter does not know the CPU's fused kernel, nor `addmm_`; told of them, it agrees.
     """
     layout = layout or Layout()
-    tokens, tp = batch * seq, layout.tp
+    tokens, tp = batch * seq // layout.cp, layout.tp
     head = -(-spec.vocab // tp) * spec.hidden
     linear = 2 * tokens * (spec.layers * sum(_block_weights(spec, tp)) + head)
-    product = 2 * batch * spec.layers * (spec.heads // tp) * spec.head_width * seq * seq
+    product = 2 * batch * (spec.heads // tp) * spec.head_width * seq * seq
+    of_layer = 2 * product, (5 if attention == "sdpa" else 4) * product
+    if layout.cp > 1:
+        of_layer = over_ranks(shared(spec, layout, batch=batch, seq=seq, dtype_bytes=4), place)
     early = 4 * tokens * head if loss == "chunked" else 0
-    backward = 2 * linear + (5 if attention == "sdpa" else 4) * product
-    again = _recompute(spec, layout, tokens, 2 * product // spec.layers)
-    return Flops(linear + 2 * product + early, backward - early, again)
+    forward, backward = (passes * linear + spec.layers * of_layer[passes - 1] for passes in (1, 2))
+    again = _recompute(spec, layout, tokens, of_layer[0])
+    return Flops(forward + early, backward - early, again)
 
 
 def _recompute(spec: ModelSpec, layout: Layout, tokens: int, attention: int) -> int:

@@ -54,11 +54,12 @@ def memory(run: RunSpec, layout: Layout, rank: int, device: Device | None = None
     """
     device = device or ("cpu" if run.device == "cpu" else "cuda")
     sequences = largest_micro(run.batch.sequences, layout.data_ranks, layout.coordinates(rank)["dp"], run.batch.micro)
+    tokens = run.data.seq_len // layout.cp
     fullest = max(moments(run, layout, sequences, cpu=device == "cpu"), key=lambda moment: moment.total)
     always = {
         **states(run, layout),
         "buffers": buffers(run),
-        "inputs": 2 * 8 * sequences * run.data.seq_len,  # tokens and targets, int64
+        "inputs": 8 * (2 * sequences + (layout.cp > 1)) * tokens,  # tokens, targets and given positions, int64
     }
     host = {"checkpoint copy": checkpoint_copy(run, layout, rank)}
     if layout.offload == "activations":

@@ -12,7 +12,8 @@ gathered unit or temporary meets most of what is still saved:
     recompute    q, k, v, the scores with their mask, the softmax and its dropout: counted where attention is written
                  out and outputs are kept, for those of later operators are there too; else the MLP is fuller
     MLP          the gradients of its activations, then one of its weights; the unit and those ahead
-    attention    the gradients of q, k, v, and of the scores where it is written out; the unit and those ahead
+    attention    the gradients of q, k, v, and of the scores where it is written out; with context ranks what is on its
+                 way between them; the unit and those ahead
     q, k, v      with tensor ranks: the gradients of their outputs, input and weights, the latter all at once; with
                  sequence parallelism also their input gathered again. The same of the MLP's first products
     embedding    its whole gradient, though few rows of it differ from zero
@@ -31,6 +32,7 @@ from typing import Literal
 
 from meshwright.predict import activations, reductions
 from meshwright.predict.alive import Alive
+from meshwright.predict.attention import beside, borrowed, shared
 from meshwright.predict.params import tensors, units
 from meshwright.predict.states import DTYPE_BYTES, gradient_bytes, master_bytes, padded, shards
 from meshwright.spec.batch import micro_steps
@@ -138,7 +140,7 @@ class _Step:
 
     def __init__(self, run: RunSpec, layout: Layout, sequences: int, cpu: bool) -> None:
         self.run, self.layout, self.spec = run, layout, run.model
-        self.tokens, tp = sequences * run.data.seq_len, layout.tp
+        self.tokens, tp = sequences * (run.data.seq_len // layout.cp), layout.tp
         self.size = DTYPE_BYTES[run.precision]
         self.wide = max(self.size, 4)
         self.padded = list(padded(run, layout).values())
@@ -151,7 +153,12 @@ class _Step:
         self.hidden = self.whole // (tp if layout.sp else 1)  # and of what this rank has of them
         # Gathered, the parts lie one after the other, and are put in order where there are several sequences.
         self.gathered = (1 + (sequences > 1)) * self.whole if layout.sp else 0
-        self.kept = reductions.kept(run, layout, self.whole if layout.sp else 0) if cpu else None
+        others, self.passing = [[self.whole]] if layout.sp else [], 0
+        if layout.cp > 1 and sequences:
+            it = shared(self.spec, layout, batch=sequences, seq=run.data.seq_len, dtype_bytes=self.size)
+            others.append(borrowed(it))
+            self.passing = beside(it, cpu=cpu)
+        self.kept = reductions.kept(run, layout, others) if cpu else None
         self.wholes = reductions.wholes(run, layout)
         self.alive = Alive(activations.storages(run.model, layout, **_sizes(run, sequences, cpu)), layout)
         self.region = layout.region(self.spec.layers)
@@ -224,7 +231,7 @@ class _Step:
 
     def attention(self, index: int) -> Moment:
         end = self.alive.before(f"{self._block(index)}.{'post_attention_layernorm' if self.llama else 'ln_2'}")
-        temporaries = self.hidden + self.whole + self.heads
+        temporaries = self.hidden + self.whole + self.heads + self.passing
         if self.written_out:
             temporaries += 2 * self.scores
         lines = {"activations": end, "temporaries": temporaries}

@@ -17,10 +17,11 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.run import UNDER_WAY, RunSpec
 
 
-def kept(run: RunSpec, layout: Layout, scattered: int = 0) -> int:
+def kept(run: RunSpec, layout: Layout, others: Sequence[Sequence[int]] = ()) -> int:
     """Bytes of the buffers that a rank on the CPU keeps for reductions, once a few steps have gone by.
 
-    scattered: bytes of what tensor ranks scatter, one at a time: the hidden states with sequence parallelism.
+    others: those that layers lend and give back, by what is out at once: one of the hidden states where sequence
+    parallelism scatters them, and attention's over context ranks.
     """
     pool = _Pool()
     micros = micro_steps(run.batch.sequences, layout.data_ranks, run.batch.micro) if layout.zero >= 2 else 1
@@ -31,8 +32,8 @@ def kept(run: RunSpec, layout: Layout, scattered: int = 0) -> int:
             while under_way:  # backward begins by ending what the last one left
                 pool.give(under_way.popleft())
             for size in order:
-                if scattered:
-                    pool.give([pool.take(scattered)])
+                for together in others:
+                    pool.give([pool.take(need) for need in together])
                 _reduce(run, layout, size, pool, under_way)
         while under_way:
             pool.give(under_way.popleft())

@@ -109,8 +109,11 @@ def executed(run: RunSpec, layout: Layout, device: Device | None = None) -> Flop
     attention: Literal["sdpa", "explicit"] = "sdpa"
     if written_out(run, cpu=(device or run.device) == "cpu"):
         attention = "explicit"
-    one = counted(run.model, batch=sequences, seq=seq, attention=attention, loss=run.loss, layout=layout)
-    return one.times(layout.tp)
+    each = (
+        counted(run.model, batch=sequences, seq=seq, attention=attention, loss=run.loss, layout=layout, place=place)
+        for place in range(layout.cp)
+    )
+    return sum(each, Flops(0, 0)).times(layout.tp)
 
 
 def _kinds(sequences: int, ranks: int) -> list[int]:

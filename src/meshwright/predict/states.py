@@ -17,9 +17,9 @@ STATES = ("parameters", "gradients", "master weights", "adam moments", "scalars"
 def states(run: RunSpec, layout: Layout) -> dict[str, int]:
     """Bytes of each of STATES on every rank, exact, for a resolved `layout`.
 
-    ZeRO 1 shards the optimizer's states over the data ranks, 2 gradients too, 3 parameters too (Rajbhandari et al.
-    2020, figure 1); what is sharded is a tensor rank's part of each tensor, what fills it up included. Each unit is
-    padded to equal shards. Master weights are there where parameters are narrower than they, moments have the master
+    ZeRO 1 shards the optimizer's states over the data and context ranks, 2 gradients too, 3 parameters too (Rajbhandari
+    et al. 2020, figure 1); what is sharded is a tensor rank's part of each tensor, what fills it up included. Each unit
+    is padded to equal shards. Master weights are there where parameters are narrower than they, moments have the master
     weights' dtype, and one float32 counts the steps. At stage 3 freed parameters share one element.
     """
     whole = sum(padded(run, layout).values())
@@ -36,7 +36,7 @@ def states(run: RunSpec, layout: Layout) -> dict[str, int]:
 
 def shards(layout: Layout) -> int:
     """Ranks that a unit is cut over."""
-    return 1 if layout.zero == 0 else layout.zero_shard or layout.data_ranks
+    return 1 if layout.zero == 0 else layout.zero_shard or layout.state_ranks
 
 
 def padded(run: RunSpec, layout: Layout) -> dict[str, int]:
@@ -49,7 +49,7 @@ def partial_sums(run: RunSpec, layout: Layout, rank: int) -> dict[str, int]:
     """Elements of `rank`'s shards whose gradients are still to be summed over tensor ranks, by these: "tp",
     "tp.inner"."""
     cut = shards(layout)
-    place = layout.coordinates(rank)["dp"] % cut
+    place = layout.place(rank) % cut
     found: dict[str, int] = {}
     for unit in units(run.model, layout.join, layout).values():
         length = -(-unit.numel // cut)
@@ -77,15 +77,15 @@ def checkpoint_copy(run: RunSpec, layout: Layout, rank: int) -> int:
     """
     if not (run.checkpoint.every and run.checkpoint.background):
         return 0
-    cut, coordinates = shards(layout), layout.coordinates(rank)
-    copies = layout.data_ranks // cut
-    which, place = divmod(coordinates["dp"], cut)
+    cut, tp = shards(layout), layout.coordinates(rank)["tp"]
+    copies = layout.state_ranks // cut
+    which, place = divmod(layout.place(rank), cut)
     elements = 0
     for unit in units(run.model, layout.join, layout).values():
         length = -(-unit.numel // cut)
         low, high = (length * place + length * part // copies for part in (which, which + 1))
         for tensor, start, stop in _pieces(unit.tensors, low, high):  # without padding
-            elements += _written(tensor, start, stop, coordinates["tp"])
+            elements += _written(tensor, start, stop, tp)
     return 3 * master_bytes(run) * elements
 
 

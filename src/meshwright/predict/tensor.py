@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from meshwright.predict.rows import row
 from meshwright.predict.states import DTYPE_BYTES, gradient_bytes, partial_sums, shards
 from meshwright.spec.batch import micro_batches
+from meshwright.spec.context import grain
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import LOSS_ROWS, RunSpec
@@ -38,11 +39,17 @@ def tensor_traffic(run: RunSpec, layout: Layout, rank: int) -> Iterator[TrafficR
 
 def tokens_computed(run: RunSpec, layout: Layout, rank: int) -> list[int]:
     """The tokens of each micro-batch that `rank` computes with its tensor ranks, 0 where it leaves one out."""
+    return [batch * length // layout.cp for batch, length in sequences_computed(run, layout, rank)]
+
+
+def sequences_computed(run: RunSpec, layout: Layout, rank: int) -> list[tuple[int, int]]:
+    """How many sequences of which length each micro-batch has that `rank` computes, or a part of; none of no length
+    where it leaves one out."""
     place = layout.coordinates(rank)["dp"]
     parts = micro_batches(run.batch.sequences, layout.data_ranks, place, run.batch.micro)
     # At ZeRO 3 all ranks run every micro-batch, for the others' gathers: with one token, or one of each part.
-    least = (layout.tp if layout.sp else 1) if layout.zero == 3 and shards(layout) > 1 else 0
-    return [len(part) * run.data.seq_len or least for part in parts]
+    nothing = (1, grain(layout)) if layout.zero == 3 and shards(layout) > 1 else (0, 0)
+    return [(len(part), run.data.seq_len) if part else nothing for part in parts]
 
 
 def _counts(run: RunSpec, layout: Layout) -> Iterator[Count]:

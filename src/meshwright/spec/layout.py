@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from meshwright.spec.errors import UserError
-from meshwright.spec.words import not_yet, show
+from meshwright.spec.sequence import Method, Order
+from meshwright.spec.words import join, not_yet, show
 
 Axis = Literal["tp", "cp", "dp", "pp"]
 AXES: tuple[Axis, ...] = ("tp", "cp", "dp", "pp")
+STATE_AXES: tuple[Axis, ...] = ("dp", "cp")
+"""Axes whose ranks hold the same parameters: over all of them gradients are summed, and ZeRO shards."""
 MOST_RANKS = 1_000_000  # far more than any machine has, and few enough to list
 JOIN = 1_000_000  # parameters: 4 MB of float32 gradients, a message whose time is mostly its bytes
 Operators = Literal["linear", "attention", "softmax", "activation"]
@@ -34,14 +37,27 @@ class Layout(BaseModel):
 
     dp: Ranks | Literal["auto"] = Field("auto", description="data ranks; auto: what the ranks leave, 2 if nobody says")
     tp: Ranks = Field(1, description="tensor ranks: heads, feed-forward and vocabulary are dealt out over them")
-    cp: Ranks = Field(1, description="context (sequence) ranks")
+    cp: Ranks = Field(1, description="context ranks: each has a part of every sequence, also outside of attention")
+    cp_method: Method = Field(
+        "ring",
+        description="how attention sees the whole sequence: gather keys and values; pass them around (rsa, ring); "
+        "deal heads out instead (ulysses); or usp, both",
+    )
+    cp_order: Order = Field(
+        "zigzag",
+        description="which positions a context rank has: a run; zigzag: two runs, so that causal work is even; "
+        "striped: every so many",
+    )
+    cp_ulysses: Ranks | None = Field(
+        None, description="cp_method=usp: neighbours that deal heads out; rings go over the others"
+    )
     pp: Ranks = Field(1, description="pipeline stages' ranks")
     ep: Ranks = Field(1, description="expert ranks, a part of dp × cp")
     zero: Annotated[int, Field(ge=0, le=3)] = Field(
         0, description="ZeRO stage: 1 shards states, 2 gradients, 3 parameters"
     )
     zero_shard: Ranks | None = Field(
-        None, description="data ranks that shard among themselves, neighbours on dp; null: all of them"
+        None, description="data and context ranks that shard among themselves, neighbours; null: all of them"
     )
     zero_gather: Literal["micro", "step"] = Field(
         "micro", description="zero=3: free parameters after each pass, or hold them until the step's last backward"
@@ -70,7 +86,7 @@ class Layout(BaseModel):
     def _available(self) -> Self:
         if sorted(self.order) != sorted(AXES):
             raise ValueError(f"order must name each of {', '.join(AXES)} once")
-        neutral = {"cp": 1, "pp": 1, "ep": 1}
+        neutral = {"pp": 1, "ep": 1}
         wrong = [
             not_yet(name, getattr(self, name), f"use {name}={show(value)}")
             for name, value in neutral.items()
@@ -80,6 +96,7 @@ class Layout(BaseModel):
             raise ValueError("; ".join(wrong))
         if self.sp and self.tp == 1:
             raise ValueError("sp=true goes beside tensor ranks; use tp=2 or more, or sp=false")
+        self._context()
         if self.zero_shard is not None and self.zero == 0:
             raise ValueError("zero_shard belongs to zero=1, 2 or 3; zero=0 shards nothing")
         if self.zero < 3:
@@ -100,6 +117,21 @@ class Layout(BaseModel):
         if len(set(self.recompute_keep)) < len(self.recompute_keep):
             raise ValueError(f"recompute_keep={show(list(self.recompute_keep))} names an operator twice")
         return self
+
+    def _context(self) -> None:
+        if self.cp == 1:
+            for name in ("cp_method", "cp_order", "cp_ulysses"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(f"{name}={getattr(self, name)} goes beside context ranks; use cp=2 or more")
+        elif self.cp_method == "usp":
+            right = [f"cp_ulysses={n}" for n in range(2, self.cp) if self.cp % n == 0]
+            if f"cp_ulysses={self.cp_ulysses}" not in right:
+                raise ValueError(
+                    f"cp_method=usp makes rings of ranks that deal heads out: cp={self.cp} = cp_ulysses × ring, both 2 "
+                    f"or more; use {join([*right, 'cp_method=ring', 'ulysses'])}"
+                )
+        elif self.cp_ulysses is not None:
+            raise ValueError(f"cp_ulysses={self.cp_ulysses} belongs to cp_method=usp; leave it out")
 
     @property
     def kept_operators(self) -> tuple[Operators, ...]:
@@ -123,6 +155,11 @@ class Layout(BaseModel):
         return self.dp
 
     @property
+    def state_ranks(self) -> int:
+        """Ranks over which a gradient is summed, and among which ZeRO shards where `zero_shard` does not say less."""
+        return math.prod(self.size(axis) for axis in STATE_AXES)
+
+    @property
     def world(self) -> int:
         """Number of ranks."""
         return math.prod(self.size(a) for a in AXES)
@@ -134,6 +171,15 @@ class Layout(BaseModel):
         """The place on each axis of rank number `rank`: the first axis of the order varies fastest."""
         assert 0 <= rank < self.world, f"rank {rank} of {self.world}"
         return places(rank, {axis: self.size(axis) for axis in self.order})
+
+    def place(self, rank: int, axes: Collection[Axis] = STATE_AXES) -> int:
+        """The place of rank number `rank` among those that differ from it on `axes` only, by ascending number."""
+        found, stride = 0, 1
+        for axis, at in self.coordinates(rank).items():
+            if axis in axes:
+                found += stride * at
+                stride *= self.size(axis)
+        return found
 
     def rank_at(self, places: Mapping[Axis, int]) -> int:
         """The number of the rank at `places`, 0 on the axes that they leave out."""
@@ -149,10 +195,12 @@ class Layout(BaseModel):
         Raises UserError where the layout does not multiply to `ranks`.
         """
         resolved = self._resolve(ranks)
-        if resolved.zero_shard is not None and resolved.data_ranks % resolved.zero_shard:
-            right = [n for n in range(1, resolved.data_ranks + 1) if resolved.data_ranks % n == 0]
+        ranks = resolved.state_ranks
+        if resolved.zero_shard is not None and ranks % resolved.zero_shard:
+            right = [n for n in range(1, ranks + 1) if ranks % n == 0]
+            beside = "" if resolved.cp == 1 else f" × cp={resolved.cp} = {ranks}"
             raise UserError(
-                f"layout: zero_shard={resolved.zero_shard} does not divide dp={resolved.data_ranks}; "
+                f"layout: zero_shard={resolved.zero_shard} does not divide dp={resolved.data_ranks}{beside}; "
                 f"use one of {', '.join(map(str, right))}"
             )
         return resolved

@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from meshwright.spec.context import check as check_context
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.presets import PRESETS
@@ -182,13 +183,10 @@ class RunSpec(Part):
                 "use recompute=full or none, or compile=none"
             )
         check_split(self.model, self.layout, self.data.seq_len)
-        if self.layout.tp > 1 and self.compile == "block":
-            raise ValueError("compile=block does not go with tp above 1; use compile=none, or tp=1")
-        if self.layout.tp > 1 and self.dropout == "torch" and self.model.drops:
-            raise ValueError(
-                "dropout=torch does not go with tp above 1: torch's generators know nothing of who holds which part; "
-                "use dropout=counter (with attention=explicit where model.attn_dropout is above 0)"
-            )
+        check_context(self.model, self.layout, self.data.seq_len)
+        for axis in ("tp", "cp"):
+            if self.layout.size(axis) > 1:
+                self._in_parts(axis)
         if self.reduce_dtype != "auto" and self.precision == "float64":
             raise ValueError("reduce_dtype does not go with precision=float64, which is for proofs; use auto")
         if self.model.family == "gpt2" and self.data.seq_len > self.model.max_seq:
@@ -206,6 +204,22 @@ class RunSpec(Part):
                 f"steps={warmup + decay} or more, or shorten lr_schedule.warmup or lr_schedule.decay_steps"
             )
         return self
+
+    def _in_parts(self, axis: Literal["tp", "cp"]) -> None:
+        """What does not go with several ranks that compute one sequence."""
+        if self.compile == "block":
+            raise ValueError(f"compile=block does not go with {axis} above 1; use compile=none, or {axis}=1")
+        if self.dropout == "torch" and self.model.drops:
+            explicit = " (with attention=explicit where model.attn_dropout is above 0)" if axis == "tp" else ""
+            raise ValueError(
+                f"dropout=torch does not go with {axis} above 1: torch's generators know nothing of who holds which "
+                f"part; use dropout=counter{explicit}"
+            )
+        if axis == "cp" and self.attention == "explicit":
+            raise ValueError(
+                "attention=explicit does not go with cp above 1: the parts of attention are put together by the "
+                "logarithm of each row's softmax sum, which the fused one gives; use attention=sdpa, or cp=1"
+            )
 
     def _fused_dropout(self) -> None:
         if self.dropout == "counter":

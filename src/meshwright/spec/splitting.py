@@ -124,7 +124,9 @@ def check(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
     right = [
         n
         for n in divisors(spec.heads)
-        if spec.ffn_width % n == 0 and (kv % n == 0 or n % kv == 0) and (not layout.sp or (n > 1 and seq_len % n == 0))
+        if spec.ffn_width % n == 0
+        and (kv % n == 0 or n % kv == 0)
+        and (not layout.sp or (n > 1 and seq_len % (layout.cp * n) == 0))
     ]
     wrong = None
     if spec.heads % tp:
@@ -135,7 +137,7 @@ def check(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
         wrong = f"the feed-forward width {spec.ffn_width}"
     if wrong is not None:
         raise ValueError(f"layout.tp={tp} does not divide {wrong}; use {_listed(right or ['1 with sp=false'])}")
-    if layout.sp and seq_len % tp:
+    if layout.sp and layout.cp == 1 and seq_len % tp:  # beside context ranks: see spec/context.py
         near = -(-seq_len // tp) * tp
         if spec.family == "gpt2" and near > spec.max_seq:  # its positions are learned, and there are no more
             near -= tp

@@ -14,6 +14,7 @@ Operation = Literal[
     "reduce_scatter",
     "all_reduce",
     "all_to_all",
+    "shift",
     "send",
     "recv",
 ]
@@ -46,9 +47,9 @@ def wire_bytes(operation: Operation, ranks: int, payload: int) -> float:
 
     The ring's all-reduce is a reduce-scatter and an all-gather, each sending (n-1)/n of the payload
     (Patarasuk and Yuan 2009). Rooted operations count the average rank's share, (n-1)/n of the payload; a send
-    counts in full at the sender, a receive nothing.
+    counts in full at the sender, a receive nothing; in a shift everybody sends.
     """
-    if operation == "send":
+    if operation in ("send", "shift"):
         return float(payload)
     if operation == "recv":
         return 0.0

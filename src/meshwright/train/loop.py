@@ -12,6 +12,7 @@ import torch
 from meshwright.comm import runtime
 from meshwright.comm.mesh import Mesh
 from meshwright.predict.flops import utilisation
+from meshwright.spec.context import grain
 from meshwright.spec.errors import FailsAgainError, RunError, UserError
 from meshwright.spec.exits import OK
 from meshwright.spec.load import dump_run
@@ -404,7 +405,8 @@ class Loop:
     def leave(self, code: int) -> None:
         """What needs the other ranks at the end: updates under way, and a sample where no rank has a whole model."""
         self.trainer.sharded.settle()
-        in_parts = self.run_spec.layout.zero == 3 or self.trainer.line is not None
+        layout = self.run_spec.layout
+        in_parts = layout.zero == 3 or layout.tp > 1 or layout.cp > 1
         if code == OK and in_parts and self.run_spec.model.causal:
             self.mesh.blackbox.note("writing a sample")
             self.sample = self._sample()
@@ -458,12 +460,11 @@ class Loop:
 
     def _sample(self, length: int = 200) -> str:
         prompt = self.prepared.encode("def ")
-        layout = self.run_spec.layout
-        multiple = layout.tp if layout.sp else 1
         try:
             ids = generate(
-                self.trainer.model, prompt, length, temperature=0.8, seed=self.run_spec.seed, multiple=multiple
-            )
+                self.trainer.model, prompt, length, temperature=0.8, seed=self.run_spec.seed,
+                multiple=grain(self.run_spec.layout), logits=self.trainer.logits,
+            )  # fmt: skip
         except RunError as error:
             return f"none: {error}"
         return self.prepared.decode(ids)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -10,13 +12,21 @@ from meshwright.spec.errors import RunError
 
 @torch.no_grad()
 def generate(
-    model: nn.Module, prompt: list[int], length: int, *, temperature: float, seed: int, multiple: int = 1
+    model: nn.Module,
+    prompt: list[int],
+    length: int,
+    *,
+    temperature: float,
+    seed: int,
+    multiple: int = 1,
+    logits: Callable[[Tensor, int], Tensor] | None = None,
 ) -> list[int]:
     """`prompt` and `length` tokens after it, drawn from softmax(logits / temperature); 0: the likeliest token.
 
     The same seed draws the same tokens from the same logits on any device. The model sees the last `max_seq` tokens,
     is run in evaluation mode, and left in the mode it was in. It gets sequences that `multiple` divides: filled up
-    behind their end, which no token before sees. Raises ValueError for an empty prompt or a negative
+    behind their end, which no token before sees. logits(tokens i64[1, T], place): what it says of the token behind the
+    one at `place`, [V], where the model is not to be asked itself. Raises ValueError for an empty prompt or a negative
     temperature, RunError for logits that are not finite.
     """
     if not prompt or temperature < 0:
@@ -31,7 +41,9 @@ def generate(
         for _ in range(length):
             seen = ids[-window:]
             tokens = torch.tensor([seen + [0] * (-len(seen) % multiple)], dtype=torch.int64, device=device)
-            ids.append(_draw(model(tokens)[0, len(seen) - 1], temperature, generator))
+            last = len(seen) - 1
+            drawn_from = model(tokens)[0, last] if logits is None else logits(tokens, last)
+            ids.append(_draw(drawn_from, temperature, generator))
     finally:
         model.train(was_training)
     return ids

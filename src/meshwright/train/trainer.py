@@ -17,21 +17,24 @@ from meshwright.comm.collectives import Group
 from meshwright.comm.mesh import Mesh
 from meshwright.model.base import LanguageModel
 from meshwright.model.build import DTYPES, build
-from meshwright.model.dropout import DropoutKey, seed_torch
+from meshwright.model.dropout import seed_torch
 from meshwright.model.init import Init, fill_, fill_rows_, initial
 from meshwright.model.loss import IGNORE
-from meshwright.parallel import tensor, zero
+from meshwright.parallel import context, tensor, zero
 from meshwright.parallel.compile import compile_blocks
 from meshwright.parallel.flat import Piece, Precision
 from meshwright.parallel.offload import Offload
 from meshwright.parallel.products import Line
 from meshwright.parallel.recompute import Recompute
+from meshwright.parallel.sight import Context
 from meshwright.spec import splitting
 from meshwright.spec.batch import micro_batches, micro_steps, part
+from meshwright.spec.context import grain
 from meshwright.spec.errors import UserError
-from meshwright.spec.layout import Layout
+from meshwright.spec.layout import STATE_AXES, Layout
 from meshwright.spec.run import NOTHING_TO_OFFLOAD, RunSpec
 from meshwright.train.data import Dataset
+from meshwright.train.inputs import Share
 from meshwright.train.lossscale import LossScale
 from meshwright.train.lr import lr_at
 from meshwright.train.optimizer import FlatAdamW
@@ -89,12 +92,19 @@ class Trainer:
         if run.compile == "block":
             compile_blocks(self.model.blocks, mesh.device)
         self.recompute = _recompute(run, self.model)
+        self.share = self.share_of(run.data.seq_len)
         self.line: Line | None = None
+        self.context: Context | None = None
         placements = None
         if run.layout.tp > 1:
             self.line, placements = tensor.apply(
                 self.model, mesh, splitting.plan(run.model), sequence=run.layout.sp, recompute=self.recompute
             )
+        if run.layout.cp > 1:
+            self.context = context.apply(
+                self.model, mesh, method=run.layout.cp_method, order=run.layout.cp_order,
+                inner=run.layout.cp_ulysses or 1, recompute=self.recompute,
+            )  # fmt: skip
         self.sharded = zero.shard(
             self.model, mesh, run.layout.zero, options=_options(run), recompute=self.recompute, placements=placements
         )
@@ -121,19 +131,18 @@ class Trainer:
         for index, places in enumerate(micros):
             last = index == len(micros) - 1
             self.sharded.micro(index, last=last)
-            if self.line is not None:
-                self.line.micro = index
+            self._tell_micro(index)
             self.mesh.blackbox.tick()  # where nothing is sent between micro-batches, this alone shows that all is well
             loss = None
             if _torch_drops(self.run):
                 seed_torch(self.run.seed, step, group.rank, index)
             if places:
-                tokens, targets = (t.to(self.mesh.device) for t in data.batch(ids[places.start : places.stop]))
+                inputs = self.share.of(*data.batch(ids[places.start : places.stop]))
                 rows = torch.arange(places.start, places.stop, device=self.mesh.device)
-                with self._saving(tokens, targets):
-                    loss = self.model(tokens, targets, dropout=DropoutKey(self.run.seed, step, rows))
+                with self._saving(*inputs.tensors):
+                    loss = inputs.loss(self.model, inputs.key(self.run.seed, step, rows))
                 totals[0] += loss.detach()
-                totals[1] += (targets != IGNORE).sum()
+                totals[1] += (inputs.targets != IGNORE).sum()
             elif self.sharded.every_rank_computes:
                 loss = self.compute_nothing(step)
             if last:
@@ -177,18 +186,16 @@ class Trainer:
         mine = part(len(ids), group.size, group.rank)
         totals = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
         self.model.eval()
-        if self.line is not None:
-            self.line.micro = None
+        self._tell_micro(None)
         for index in range(micro_steps(len(ids), group.size, self.run.batch.micro)):
-            alone = not self.sharded.every_rank_computes and self.line is None
-            if stop() and alone:  # the others can go on
+            if stop() and self._alone:  # the others can go on
                 break
             self.mesh.blackbox.tick()
             places = mine[index * self.run.batch.micro : (index + 1) * self.run.batch.micro]
             if places:
-                tokens, targets = (t.to(self.mesh.device) for t in data.batch(ids[places.start : places.stop]))
-                totals[0] += self.model(tokens, targets)
-                totals[1] += (targets != IGNORE).sum()
+                inputs = self.share.of(*data.batch(ids[places.start : places.stop]))
+                totals[0] += inputs.loss(self.model)
+                totals[1] += (inputs.targets != IGNORE).sum()
             elif self.sharded.every_rank_computes:
                 self.compute_nothing(0)
         totals[:2].mul_(self._speaks)
@@ -198,22 +205,53 @@ class Trainer:
         return Totals(loss_sum, int(tokens_seen), stops)
 
     def compute_nothing(self, step: int) -> Tensor:
-        """The loss of a token that does not count: what a rank computes where the others have a micro-batch and it
+        """The loss of tokens that do not count: what a rank computes where the others have a micro-batch and it
         has none, so that it takes part in their gathers and adds nothing to their sums."""
-        length = self.run.layout.tp if self.run.layout.sp else 1  # a token for each part of the sequence
-        token = torch.zeros(1, length, dtype=torch.int64, device=self.mesh.device)
-        key = DropoutKey(self.run.seed, step, torch.zeros(1, dtype=torch.int64, device=self.mesh.device))
-        loss: Tensor = self.model(token, torch.full_like(token, IGNORE), dropout=key)
-        return loss
+        tokens = torch.zeros(1, grain(self.run.layout), dtype=torch.int64)  # one for each part of the sequence
+        inputs = self.share_of(tokens.size(1)).of(tokens, torch.full_like(tokens, IGNORE))
+        rows = torch.zeros(1, dtype=torch.int64, device=self.mesh.device)
+        return inputs.loss(self.model, inputs.key(self.run.seed, step, rows))
+
+    @torch.no_grad()
+    def logits(self, tokens: Tensor, place: int) -> Tensor:
+        """Logits [V] of the token at `place` of one sequence, i64[1, T]; the same on all ranks that compute it.
+
+        `grain` of the layout must divide T. Context ranks must ask together.
+        """
+        share = self.share_of(tokens.size(1))
+        part = share.of(tokens, tokens)
+        if part.positions is None:
+            whole: Tensor = self.model(part.tokens)
+            return whole[0, place]
+        mine: Tensor = self.model(part.tokens, positions=part.positions, length=part.length)
+        # Zero but on the rank that holds the token: so no rank need know which one that is.
+        found = torch.where((part.positions == place)[:, None], mine[0], 0).sum(dim=0)
+        self.mesh.group("cp").all_reduce(found, reason="cp.logits", phase="forward")
+        return found
+
+    def share_of(self, length: int) -> Share:
+        """This rank's part of sequences of `length` tokens."""
+        return Share(self.run.layout, self.mesh.coords["cp"], length, self.mesh.device)
+
+    def _tell_micro(self, index: int | None) -> None:
+        """Let what sends in forward and backward know which micro-batch that is for."""
+        for sender in (self.line, self.context):
+            if sender is not None:
+                sender.micro = index
+
+    @property
+    def _alone(self) -> bool:
+        """Whether this rank's forward needs no other rank."""
+        return not self.sharded.every_rank_computes and self.line is None and self.context is None
 
     @property
     def _everybody(self) -> Group:
         """The ranks that hear of a step's figures."""
-        return self.mesh.group("dp", "tp")
+        return self.mesh.group(*STATE_AXES, "tp")
 
     @property
     def _speaks(self) -> int:
-        """1 on one rank of each batch part, 0 on those that compute the same loss with it."""
+        """1 on one rank of each part of the batch and of its sequences, 0 on those that compute the same loss."""
         return int(self.mesh.coords["tp"] == 0)
 
     def _saving(self, *inputs: Tensor) -> AbstractContextManager[object]:

@@ -39,6 +39,7 @@ def judge(run: RunSpec, steps: int, ranks: Sequence[Evidence], expected: Evidenc
     factors = {
         "dp": run.layout.data_ranks,
         "tp": run.layout.tp,
+        "cp": run.layout.cp,
         "micro-batches": micro_steps(run.batch.sequences, run.layout.data_ranks, run.batch.micro),
     }
     findings = diagnose(tensors, factors, len(ranks))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from meshwright.predict.params import unit_counts, units
+from meshwright.spec.context import grain, head_ranks
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import Batch, RunSpec
@@ -13,12 +14,13 @@ CLIP = 0.1
 """Gradient norm that a proof clips to at most: the small models' norms are near 1, so a run's own 1.0 hardly acts."""
 
 
-def small_model(spec: ModelSpec, tp: int = 1) -> ModelSpec:
+def small_model(spec: ModelSpec, layout: Layout) -> ModelSpec:
     """The same family, options and head grouping with two layers, short heads and a vocabulary that divides nothing.
 
-    `tp` ranks can share its heads and its feed-forward where they can share those of `spec`.
+    The ranks of `layout` can share its heads and its feed-forward where they can share those of `spec`.
     """
-    heads, groups = (4, 2) if 4 % tp == 0 else (2 * tp, math.gcd(spec.num_kv_heads, tp))
+    tp, ranks = layout.tp, layout.tp * head_ranks(layout)
+    heads, groups = (4, 2) if 4 % ranks == 0 else (2 * ranks, math.gcd(spec.num_kv_heads, ranks))
     kv_heads = {spec.heads: None, 1: 1}.get(spec.num_kv_heads, groups)  # as many as heads, a single one, or groups
     size = {"layers": min(spec.layers, 2), "vocab": 101, "heads": heads, "hidden": 8 * heads, "head_dim": None}
     if spec.family == "llama":
@@ -57,10 +59,8 @@ def small_run(run: RunSpec, seq_len: int = 24, micro: int = 2, accumulate: int =
     """
     sequences = max(run.layout.data_ranks * micro * accumulate - 1, 1)
     clip = run.optimizer.clip
-    model = small_model(run.model, run.layout.tp)
-    length = min(seq_len, run.model.max_seq)
-    if run.layout.sp:
-        length = max(length // run.layout.tp, 1) * run.layout.tp
+    model, each = small_model(run.model, run.layout), grain(run.layout)
+    length = max(min(seq_len, run.model.max_seq) // each, 1) * each
     return RunSpec.model_validate(
         run.model_dump()
         | {

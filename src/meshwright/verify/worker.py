@@ -13,7 +13,6 @@ import torch
 
 from meshwright.comm import runtime
 from meshwright.comm.mesh import Mesh
-from meshwright.model.dropout import DropoutKey
 from meshwright.spec.batch import micro_batches
 from meshwright.spec.load import load_run
 from meshwright.spec.run import RunSpec
@@ -75,13 +74,11 @@ def _saved_activations(trainer: Trainer, data: UnequalData | Dataset) -> list[Ke
             trainer.compute_nothing(0)
         return []
     ids = data.ids(0, run.batch.sequences)
-    tokens, targets = (t.to(trainer.mesh.device) for t in data.batch(ids[places.start : places.stop]))
-    key = DropoutKey(run.seed, 0, torch.arange(places.start, places.stop, device=trainer.mesh.device))
+    inputs = trainer.share.of(*data.batch(ids[places.start : places.stop]))
+    key = inputs.key(run.seed, 0, torch.arange(places.start, places.stop, device=trainer.mesh.device))
     trainer.model.train()
     weights = [unit.parameters for unit in trainer.sharded.units]  # at ZeRO 3 not yet the module's parameters
-    forward = measure(
-        trainer.model, lambda: trainer.model(tokens, targets, dropout=key), inputs=(tokens, targets, *weights)
-    )
+    forward = measure(trainer.model, lambda: inputs.loss(trainer.model, key), inputs=(*inputs.tensors, *weights))
     trainer.sharded.end_micro()
     return list(forward.kept)
 

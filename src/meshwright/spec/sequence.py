@@ -1,0 +1,363 @@
+"""A sequence cut over the ranks of `cp`: who holds which positions, and who then computes which part of attention.
+
+Causal attention gives the last positions the most work, so how the sequence is dealt out decides who waits for whom:
+
+    ==============  =============================================  ==================================================
+    contiguous      rank r holds the r-th of cp parts              the last rank does 2·cp − 1 times the first's work
+    zigzag          rank r holds chunks r and 2·cp − 1 − r of the  all do the same, to the pair (Llama 3, section
+                    2·cp                                           3.3.2; Megatron-LM)
+    striped         rank r holds r, r + cp, r + 2·cp …             the same, to one part in T (Brandon et al. 2023)
+    ==============  =============================================  ==================================================
+
+Positions ascend on every rank, so its own queries and keys are causal in their local order, whatever the order is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Literal
+
+Method = Literal["gather", "rsa", "ring", "ulysses", "usp"]
+Order = Literal["contiguous", "zigzag", "striped"]
+Mode = Literal["full", "causal", "masked"]
+
+
+# -- who holds what -------------------------------------------------------------------------------------------------
+
+
+def granule(ranks: int, order: Order) -> int:
+    """What must divide a length for all ranks to hold as many positions: 2·ranks in zigzag, else ranks."""
+    return 2 * ranks if order == "zigzag" and ranks > 1 else ranks
+
+
+def next_length(length: int, ranks: int, order: Order) -> int:
+    """The shortest length from `length` on that can be cut."""
+    each = granule(ranks, order)
+    return max(-(-length // each), 1) * each
+
+
+def check_length(length: int, ranks: int, order: Order) -> None:
+    """Raise ValueError, naming the next good length, for one that cannot be cut in equal parts."""
+    good = next_length(length, ranks, order)
+    if good != length:
+        parts = f"{granule(ranks, order)} equal chunks" if order == "zigzag" else "equal parts"
+        raise ValueError(f"a sequence of {length} cannot be cut into {parts} for cp={ranks} ({order}); use {good}")
+
+
+Documents = Sequence[int]
+"""Where packed documents begin in a sequence, and its end: (0, 4, 8)."""
+
+
+def check_documents(documents: Documents, length: int, ranks: int, order: Order) -> None:
+    """Raise ValueError unless they make up the sequence and each can be cut by itself."""
+    if documents[0] != 0 or documents[-1] != length or any(a >= b for a, b in pairwise(documents)):
+        raise ValueError(f"documents {list(documents)} must ascend from 0 to the length, {length}")
+    for start, stop in pairwise(documents):
+        check_length(stop - start, ranks, order)
+
+
+def spans(length: int, ranks: int, rank: int, order: Order, documents: Documents | None = None) -> list[range]:
+    """The positions 0 … length − 1 that `rank` holds, in the order in which it holds them: ascending.
+
+    documents: where packed documents begin, and the end, (0, 4, 8): each is then cut by itself, so that each one's
+    work is dealt out evenly. Raises ValueError for a length that cannot be cut, and a document that cannot.
+    """
+    if documents is None:
+        return _spans(length, ranks, rank, order)
+    check_documents(documents, length, ranks, order)
+    return [
+        _shifted(part, start)
+        for start, stop in pairwise(documents)
+        for part in _spans(stop - start, ranks, rank, order)
+    ]
+
+
+def _shifted(part: range, by: int) -> range:
+    return range(part.start + by, part.stop + by, part.step)
+
+
+def _spans(length: int, ranks: int, rank: int, order: Order) -> list[range]:
+    check_length(length, ranks, order)
+    if ranks == 1:
+        return [range(length)]
+    if order == "striped":
+        return [range(rank, length, ranks)]
+    each = length // granule(ranks, order)
+    chunks = (rank, 2 * ranks - 1 - rank) if order == "zigzag" else (rank,)
+    return [range(chunk * each, (chunk + 1) * each) for chunk in chunks]
+
+
+# -- who computes what ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One call of the kernel: queries [start, stop) of a rank's part with keys [start, stop) of another's.
+
+    full: every query sees every key. causal: query i of the block sees keys 0 … i of it. masked: where a window
+    cuts through; who sees whom is to be read from the positions. Blocks in which nobody sees anything are not made.
+    """
+
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+    mode: Mode
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Queries and keys."""
+        return self.queries[1] - self.queries[0], self.keys[1] - self.keys[0]
+
+    @property
+    def pairs(self) -> int:
+        """(query, key) pairs of the rectangle: what torch's FLOP counter counts, causal or not."""
+        queries, keys = self.size
+        return queries * keys
+
+
+def blocks(
+    queries: Sequence[range], keys: Sequence[range], *, causal: bool = True, window: int | None = None
+) -> list[Block]:
+    """The calls that attention of one rank's queries to one rank's keys takes, given the positions of both.
+
+    All ranges must have one step, as those of `spans` have. A window is of earlier keys, so it goes with causal.
+    Raises ValueError for a window without.
+    """
+    check_window(causal, window)
+    if not causal:
+        return [Block((0, _total(queries)), (0, _total(keys)), "full")]
+    reach = window if window is not None else 1 + max(q[-1] for q in queries)
+    ascending = all(a[-1] < b[0] for a, b in pairwise(queries))
+    if ascending and list(queries) == list(keys) and queries[-1][-1] - queries[0][0] < reach:
+        return [Block((0, _total(queries)), (0, _total(keys)), "causal")]
+    found: list[Block] = []
+    at = 0
+    for ours in queries:
+        row: list[Block] = []
+        start = 0
+        for theirs in keys:
+            for block in _pair(ours, theirs, reach):
+                row = _joined(row, _moved(block, at, start), "keys")
+            start += len(theirs)
+        for block in row:
+            found = _joined(found, block, "queries")
+        at += len(ours)
+    return found
+
+
+def check_window(causal: bool, window: int | None) -> None:
+    """Raise ValueError for a window of attention that is not causal."""
+    if window is not None and not causal:
+        raise ValueError(f"a window of {window} is of earlier keys; use causal=True, or no window")
+
+
+def _pair(queries: range, keys: range, reach: int) -> list[Block]:
+    """Blocks within one range of queries and one of keys: query p sees keys p − reach + 1 … p."""
+    assert queries.step == keys.step, (queries, keys)
+    step, number = keys.step, len(keys)
+    # Query i sees keys up to i + ahead, and from i + behind on.
+    ahead = (queries.start - keys.start) // step
+    behind = -((keys.start - queries.start + reach - 1) // step)
+    first, last = max(0, -ahead), min(len(queries) - 1, number - 1 - behind)
+    low, high = max(0, first + behind), min(number - 1, last + ahead)
+    if behind > ahead or first > last or low > high:
+        return []
+    if first + ahead >= high and last + behind <= low:
+        return [Block((first, last + 1), (low, high + 1), "full")]
+    if last + behind > low:
+        return [Block((first, last + 1), (low, high + 1), "masked")]
+    # Keys that all see, then those of the diagonal.
+    diagonal = first + ahead
+    full = [Block((first, last + 1), (low, diagonal), "full")] if diagonal > low else []
+    return [*full, Block((first, last + 1), (diagonal, high + 1), "causal")]
+
+
+def _moved(block: Block, queries: int, keys: int) -> Block:
+    (a, b), (c, d) = block.queries, block.keys
+    return Block((a + queries, b + queries), (c + keys, d + keys), block.mode)
+
+
+def _joined(before: list[Block], block: Block, along: Literal["queries", "keys"]) -> list[Block]:
+    """`before` and `block`, as one with the last where both are full and together a rectangle."""
+    last = before[-1] if before else None
+    if last is None or last.mode != "full" or block.mode != "full":
+        return [*before, block]
+    if along == "keys" and last.queries == block.queries and last.keys[1] == block.keys[0]:
+        return [*before[:-1], Block(last.queries, (last.keys[0], block.keys[1]), "full")]
+    if along == "queries" and last.keys == block.keys and last.queries[1] == block.queries[0]:
+        return [*before[:-1], Block((last.queries[0], block.queries[1]), last.keys, "full")]
+    return [*before, block]
+
+
+def _total(parts: Sequence[range]) -> int:
+    return sum(map(len, parts))
+
+
+def held(
+    length: int, ranks: int, place: int, order: Order, inner: int = 1, documents: Documents | None = None
+) -> list[range]:
+    """What `inner` neighbouring ranks hold together, the run of them number `place`: see `arranged`."""
+    return [
+        _shifted(part, start)
+        for start, stop in pairwise(documents or (0, length))
+        for part in _held(stop - start, ranks, place, order, inner)
+    ]
+
+
+def _held(length: int, ranks: int, place: int, order: Order, inner: int) -> list[range]:
+    if inner == ranks:
+        return [range(length)]
+    parts = [part for rank in range(place * inner, (place + 1) * inner) for part in spans(length, ranks, rank, order)]
+    return parts if order == "striped" else sorted(parts, key=lambda part: part.start)
+
+
+def arranged(
+    length: int, ranks: int, place: int, order: Order, inner: int, documents: Documents | None = None
+) -> list[int] | None:
+    """Where each position that `held` lists stands in the parts of the `inner` ranks, one after the other; None where
+    it is in place already.
+
+    Ascending positions make larger calls. Stripes of some of the ranks do not fit together, and stay apart.
+    """
+    runs = (spans(length, ranks, rank, order, documents) for rank in range(place * inner, (place + 1) * inner))
+    before = [position for run in runs for part in run for position in part]
+    at = {position: index for index, position in enumerate(before)}
+    found = [at[position] for part in held(length, ranks, place, order, inner, documents) for position in part]
+    return None if found == list(range(len(found))) else found
+
+
+def ring_blocks(
+    length: int,
+    ranks: int,
+    place: int,
+    source: int,
+    order: Order,
+    *,
+    inner: int = 1,
+    causal: bool = True,
+    window: int | None = None,
+    documents: Documents | None = None,
+) -> list[Block]:
+    """The calls of a ring's rank `place` for the keys that `source` holds, of a sequence of `length`.
+
+    Of `ranks` ranks, runs of `inner` neighbours hold a part of the ring together, each some heads of it. documents:
+    those that are cut each by itself; queries see keys of their own.
+    """
+    ring = ranks // inner
+    return [
+        _moved(block, start // ring, start // ring)
+        for start, stop in pairwise(documents or (0, length))
+        for block in blocks(
+            _held(stop - start, ranks, place, order, inner),
+            _held(stop - start, ranks, source, order, inner),
+            causal=causal,
+            window=window,
+        )
+    ]
+
+
+Plan = tuple[tuple[Block, ...], ...]
+
+
+@lru_cache(maxsize=256)
+def ring_plan(
+    length: int,
+    ranks: int,
+    place: int,
+    order: Order,
+    *,
+    inner: int = 1,
+    causal: bool = True,
+    window: int | None = None,
+    documents: tuple[int, ...] | None = None,
+) -> Plan:
+    """The calls of a ring's rank `place` for its own keys, those of the rank before it, of the one before that …
+
+    As far back as any rank of the ring sees a key: a window may end the ring early, for all ranks alike.
+    """
+    ring = ranks // inner
+
+    def calls(rank: int, distance: int) -> tuple[Block, ...]:
+        source = (rank - distance) % ring
+        return tuple(
+            ring_blocks(
+                length, ranks, rank, source, order, inner=inner, causal=causal, window=window, documents=documents
+            )
+        )
+
+    furthest = max(distance for distance in range(ring) if any(calls(rank, distance) for rank in range(ring)))
+    return tuple(calls(place, distance) for distance in range(furthest + 1))
+
+
+# -- which method can what ------------------------------------------------------------------------------------------
+
+
+def check_method(
+    method: Method, *, ranks: int, heads: int, kv_heads: int, inner: int = 1, causal: bool = True,
+    window: int | None = None,
+) -> None:  # fmt: skip
+    """Raise ValueError, with what would work, where `method` over `ranks` ranks cannot compute such attention.
+
+    heads, kv_heads: those that a rank has before it shares them, behind tensor parallelism. inner: the ranks that usp
+    deals heads out over.
+    """
+    check_window(causal, window)
+    if method == "usp" and (ranks % inner or not 1 < inner < ranks):
+        between = [n for n in range(2, ranks) if ranks % n == 0]
+        right = f"use one of {', '.join(map(str, between))}" if between else "use ring, or ulysses"
+        raise ValueError(f"usp: {inner} ranks with a ring of them do not make cp={ranks}; {right}")
+    over = {"ulysses": ranks, "usp": inner}.get(method, 1)
+    if heads % over or (kv_heads % over and over % kv_heads):
+        good = [n for n in range(1, heads + 1) if heads % n == 0 and not (kv_heads % n and n % kv_heads)]
+        what = f"{heads} heads" if heads % over else f"the {kv_heads} key-value heads of {heads}"
+        raise ValueError(
+            f"{method}: {over} ranks do not divide {what}; use {' or '.join(map(str, good))} ranks, or cp_method=ring"
+        )
+
+
+def shared_heads(kv_heads: int, ranks: int) -> int:
+    """Key-value heads of each of the `ranks` that heads are dealt out over; several hold the same where there are
+    fewer heads than ranks."""
+    return max(kv_heads // ranks, 1)
+
+
+# -- how much that is -----------------------------------------------------------------------------------------------
+
+
+def visible_pairs(positions: Sequence[range], length: int, *, causal: bool = True, window: int | None = None) -> int:
+    """(query, key) pairs of which the key is seen, for the queries at `positions` of a sequence of `length`.
+
+    Causal: p + 1 keys of query p, `window` at the most; else all. Each pair is worth 2·d multiply-adds a head in
+    forward, one product for the scores and one for the output, and 5·d in backward.
+    """
+    check_window(causal, window)
+    if not causal:
+        return _total(positions) * length
+    reach = length if window is None else window
+    found = 0
+    for part in positions:
+        ramp = len(range(part.start, min(part.stop, reach), part.step))  # those that see all before them
+        found += ramp * (part.start + 1) + part.step * ramp * (ramp - 1) // 2 + (len(part) - ramp) * reach
+    return found
+
+
+def work(length: int, ranks: int, order: Order, *, causal: bool = True, window: int | None = None) -> list[int]:
+    """Visible pairs of each rank: what it must compute, and what a kernel with a causal mode about computes."""
+    return [
+        visible_pairs(spans(length, ranks, rank, order), length, causal=causal, window=window) for rank in range(ranks)
+    ]
+
+
+def computed(length: int, ranks: int, order: Order, *, causal: bool = True, window: int | None = None) -> list[int]:
+    """Pairs of each rank's calls, counted as whole rectangles, as torch's FLOP counter does: causal calls, which
+    compute about half of theirs, count in full."""
+    return [
+        sum(
+            block.pairs
+            for source in range(ranks)
+            for block in ring_blocks(length, ranks, rank, source, order, causal=causal, window=window)
+        )
+        for rank in range(ranks)
+    ]

@@ -1,0 +1,127 @@
+"""Attention over parts of a sequence: gather, rsa and ring against attention of the whole."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from meshwright.comm.mesh import Mesh
+from meshwright.parallel.context import ring_attention
+from meshwright.spec.errors import UserError
+from parallel.sequences import FUNCTIONS, Case, hold, influence, mine
+
+ORDERS = ("contiguous", "zigzag", "striped")
+
+
+@pytest.mark.parametrize("method", ["gather", "rsa", "ring"])
+@pytest.mark.parametrize("cp", [1, 2, 3, 4])
+def test_out_and_gradients_are_those_of_the_whole(ranks, cp, method):
+    cases = [
+        Case(method, order, causal, heads=heads, kv_heads=kv_heads, batch=batch)
+        for order, causal in itertools.product(ORDERS, (True, False))
+        for heads, kv_heads, batch in ((4, 2, 2), (3, 3, 1))
+    ]
+    hold(ranks, cp, cases)
+
+
+@pytest.mark.parametrize("method", ["gather", "rsa", "ring"])
+@pytest.mark.parametrize("cp", [2, 4])
+def test_windows_end_where_they_do_in_the_whole(ranks, cp, method):
+    """Within a chunk, at its border, one before and one behind it; over several; and wider than the sequence."""
+    hold(ranks, cp, [Case(method, order, window=w) for order in ORDERS for w in (1, 2, 3, 5, 6, 7, 12, 13, 23, 24, 99)])
+
+
+@pytest.mark.parametrize("method", ["gather", "rsa", "ring"])
+@pytest.mark.parametrize("cp", [2, 4])
+def test_queries_see_their_own_document(ranks, cp, method):
+    """Documents that end within chunks and at their borders, of one token, and others in each sequence."""
+    borders = ((0, 4, 6, 12, 13, 23), (0, 1, 18), (0,))
+    ids = [tuple(sum(start <= p for start in starts) for p in range(24)) for starts in borders]
+    cases = [Case(method, order, documents=ids[0], window=w) for order in ORDERS for w in (None, 4)]
+    cases += [Case(method, order, documents=(ids[1], ids[0])) for order in ORDERS]
+    cases += [Case(method, order, documents=(ids[1], ids[2]), causal=False) for order in ORDERS]
+    hold(ranks, cp, cases)
+
+
+@pytest.mark.parametrize(("method", "inner"), [("gather", 1), ("rsa", 1), ("ring", 1), ("ulysses", 1), ("usp", 2)])
+def test_documents_that_are_cut_each_by_itself(ranks, method, inner):
+    """Of several lengths, with windows, and not causal."""
+    cases = [
+        Case(method, order, causal, window, length=48, packed=(0, 8, 32, 40, 48), inner=inner)
+        for order in ORDERS
+        for causal, window in ((True, None), (True, 3), (False, None))
+    ]
+    hold(ranks, 4, cases)
+
+
+@pytest.mark.parametrize("method", ["gather", "rsa", "ring"])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
+def test_narrow_numbers(ranks, method, dtype, bound):
+    """Partial outputs of 16 bits, a few hundred keys: about four roundings of 2⁻⁹ (bfloat16) or 2⁻¹² (float16)."""
+    hold(ranks, 4, [Case(method, order, length=256, dtype=dtype) for order in ORDERS], bound)
+
+
+@pytest.mark.parametrize("method", ["gather", "rsa", "ring"])
+def test_a_token_changes_what_comes_behind_it_and_nothing_else(ranks, method):
+    """Probed at both ends of every rank's chunks, in each order; with documents, within its own."""
+    documents = tuple(int(p >= 7) + int(p >= 12) for p in range(24))
+    cases = [Case(method, order, batch=1, documents=ids) for order in ORDERS for ids in (None, documents)]
+    for changed in ranks.run(4, influence, cases, [0, 2, 3, 5, 6, 11, 12, 20, 21, 23], axes={"cp": 4}):
+        for case, each in zip(cases, changed, strict=True):
+            for position, found in each.items():
+                ends = [24] if case.documents is None else [e for e in (7, 12, 24) if e > position]
+                assert found == list(range(position, ends[0])), (case, position)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of any tensor that an operation gives back."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.elements = max(self.elements, *(t.numel() for t in tree_iter(out) if isinstance(t, torch.Tensor)), 0)
+        return out
+
+
+def largest(mesh: Mesh, case: Case) -> int:
+    *inputs, grad = (mine(each, mesh, case.order) for each in case.inputs())
+    with Largest() as mode:
+        FUNCTIONS[case.method](*(each.requires_grad_() for each in inputs), mesh, **case.options).backward(grad)
+    return mode.elements
+
+
+def test_only_rsa_holds_the_scores_of_its_queries_with_all_keys(ranks):
+    """T = 512 over 2 ranks: 256 × 512 scores of one head, where keys and values are 512 × 8 twice."""
+    sizes = {
+        method: ranks.run(2, largest, Case(method, length=512, batch=1, heads=1, kv_heads=1), axes={"cp": 2})
+        for method in ("gather", "rsa", "ring")
+    }
+    assert sizes["rsa"] == [256 * 512] * 2
+    assert sizes["ring"] == [2 * 256 * 8] * 2
+    assert sizes["gather"] == [2 * 512 * 8] * 2
+
+
+def refused(mesh: Mesh) -> list[str]:
+    found = []
+    for length, options in ((3, {}), (6, {"packed": (0, 4, 24)}), (6, {"packed": (0, 8, 16)})):
+        q = torch.ones(1, length, 2, 8)
+        try:
+            ring_attention(q, q, q, mesh, order="zigzag", **options)
+        except UserError as exc:
+            found.append(str(exc))
+    return found
+
+
+def test_parts_that_no_sequence_has_are_refused_in_words(ranks):
+    """By every rank, before anything is sent."""
+    for found in ranks.run(4, refused, axes={"cp": 4}):
+        assert found == [
+            "cp: a sequence of 12 cannot be cut into 8 equal chunks for cp=4 (zigzag); use 16",
+            "cp: a sequence of 4 cannot be cut into 8 equal chunks for cp=4 (zigzag); use 8",
+            "cp: documents [0, 8, 16] must ascend from 0 to the length, 24",
+        ]
