@@ -38,7 +38,7 @@ FUNCTIONS: dict[Method, Callable[..., Tensor]] = {
     "ulysses": context.ulysses_attention,
     "usp": context.usp_attention,
 }
-RACES = [(length, heads) for length in (4096, 8192) for heads in ((2, 2), (4, 1))]
+RACES = [(4096, (8, 8)), (4096, (8, 2)), (8192, (8, 2))]
 TABLE = [(length, heads) for length in (1024, 4096) for heads in ((8, 8), (8, 2))]
 FOUR = [(1024, (8, 8)), (1024, (8, 2)), (2048, (8, 2))]
 MEMORY = 8192
@@ -199,7 +199,10 @@ def memory(rank: int, mesh: Mesh) -> None:
             own = sum(row.bytes for row in kept(it) if row.what != "q")
             print(f"{method} at T={MEMORY}, cp={cp}, 2 heads of {WIDTH}: {held / 1e6:.1f} MB at most beside its inputs")
             passing = in_passing(it) + (it.scores * 4 // cp if method == "rsa" else 0)  # a product before it is placed
-            print(f"  predicted {own / 1e6:.1f} MB kept and {passing / 1e6:.1f} MB in passing, gradients aside")
+            expected = own + passing + it.q + it.kv
+            print(
+                f"  predicted {expected / 1e6:.1f} MB: kept {own / 1e6:.1f}, in passing {passing / 1e6:.1f}, gradients"
+            )
             print(f"  most of it in {next(iter(peak.made))}: {largest / 1e6:.1f} MB")
             print(f"  T × T/cp for every head: {it.scores * 4 / 1e6:.1f} MB")
         dist.barrier()

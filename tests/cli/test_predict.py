@@ -33,6 +33,13 @@ def test_json_is_the_prediction(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert (found["ranks"], found["parameters"]["total"]) == (3, 124_439_808)
 
 
+def test_context_ranks_are_named_with_how_they_attend(capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(capsys, "layout={cp: 4, dp: 1, cp_method: usp, cp_ulysses: 2, cp_order: striped, zero: 1}")
+    assert "cp=4, usp of 2 in striped parts, zero=1: 4 ranks" in out
+    assert "Traffic of a step on rank 0" in out and re.search(r"reduce_scatter over cp\s+\(zero.reduce\)", out)
+    assert re.search(r"all_to_all +cp.inner +cp.ulysses.qkv", out) and re.search(r"shift +cp.outer +cp.ring.kv", out)
+
+
 def test_tables_hold_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["layout.dp=3", "batch.sequences=2", "layout.zero_join=0"]
     out = printed(capsys, *words)

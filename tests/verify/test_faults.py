@@ -214,8 +214,8 @@ def two_seeds(mesh):
 
 def masks_of_local_rows(mesh):
     """Dropout that asks for a sequence's place in the micro-batch where the global batch is meant."""
-    key = trainer_module.DropoutKey
-    return mock.patch.object(trainer_module, "DropoutKey", lambda seed, step, rows: key(seed, step, rows - rows[0]))
+    key = Inputs.key
+    return mock.patch.object(Inputs, "key", lambda self, seed, step, rows: key(self, seed, step, rows - rows[0]))
 
 
 FAULTS = {

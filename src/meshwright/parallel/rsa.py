@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.parallel.ring import Behind, around
 from meshwright.parallel.sight import Context
+from meshwright.spec.traffic import Phase
 
 
 def attend(context: Context, q: Tensor, kv: Tensor, causal: bool, window: int | None) -> Tensor:
@@ -54,7 +55,7 @@ def _forward(context: Context, causal: bool, window: int | None, q: Tensor, kv: 
     length = n * ring.size
     rows = _rows(q * q.size(-1) ** -0.5, groups)
     scores = rows.new_empty((*rows.shape[:-1], length))
-    for columns, source, k in _parts(context, kv[0], "k", "forward", context.micro):
+    for columns, source, k in _parts(context, kv[0], "k", context.phase, context.micro):
         part = rows @ k.permute(0, 2, 3, 1)
         hidden = context.hidden(length, source, causal, window, q.device)
         by_head = part.unflatten(2, (-1, n))  # [B, K, H/K, n, n]
@@ -63,7 +64,7 @@ def _forward(context: Context, causal: bool, window: int | None, q: Tensor, kv: 
     weights = F.softmax(scores, dim=-1)  # torch's kernels widen within
     del scores
     out: Tensor | None = None
-    for columns, _, v in _parts(context, kv[1], "v", "forward", context.micro):
+    for columns, _, v in _parts(context, kv[1], "v", context.phase, context.micro):
         part = (weights[..., columns] @ v.transpose(1, 2)).to(_wide(q))
         out = part if out is None else out.add_(part)
     assert out is not None
@@ -94,12 +95,11 @@ def _backward(
 
 
 def _parts(
-    context: Context, own: Tensor, name: str, phase: str, micro: int | None
+    context: Context, own: Tensor, name: str, phase: Phase, micro: int | None
 ) -> Iterator[tuple[slice, int, Tensor]]:
     """Each rank's part in the order in which it comes by: its columns of the scores, whose it is, and the tensor."""
     ring, n = context.ring, own.size(1)
-    issued = context.phase if phase == "forward" else "backward"
-    parts = around(ring, own, ring.size - 1, f"{context.reason}.rsa.{name}", issued, micro)
+    parts = around(ring, own, ring.size - 1, f"{context.reason}.rsa.{name}", phase, micro)
     for distance, part in enumerate(parts):
         source = (ring.rank - distance) % ring.size
         yield slice(source * n, (source + 1) * n), source, part
