@@ -12,7 +12,14 @@ from meshwright.model.layers import Embedding, Head
 from meshwright.model.loss import IGNORE
 from meshwright.parallel import vocabulary
 from meshwright.parallel.products import Line
-from meshwright.parallel.vocabulary import Terms, VocabularyHead, chunked_cross_entropy, cross_entropy, part_of
+from meshwright.parallel.vocabulary import (
+    Terms,
+    VocabularyEmbedding,
+    VocabularyHead,
+    chunked_cross_entropy,
+    cross_entropy,
+    part_of,
+)
 from meshwright.spec.errors import UserError
 
 TERMS = {
@@ -242,6 +249,29 @@ def test_embedding(ranks, vocab, tp, sp):
         assert torch.equal(out, outs[rank].detach())
         assert_same(dweight, mine(weight.grad, rank, tp))
         assert torch.equal(kept, indices)  # the caller's are not written to
+
+
+def out_of_range(mesh):
+    """What is said of words that there are not, by the embedding and by the loss."""
+    line = Line(mesh.group("tp"))
+    embedding = VocabularyEmbedding(torch.nn.Parameter(torch.zeros(6, 4)), 11, line)
+    logits = torch.zeros(2, 6)
+    said = []
+    for word in (-1, 11):
+        words = torch.tensor([[0, word]])
+        for attempt in (lambda w=words: embedding(w), lambda w=words: cross_entropy(logits, w.flatten(), 11, line)):
+            with pytest.raises(IndexError) as caught:
+                attempt()
+            said.append(str(caught.value))
+    cross_entropy(logits, torch.tensor([10, IGNORE]), 11, line)
+    return said
+
+
+def test_words_that_there_are_not_are_no_other_ranks(ranks):
+    """A padded row would take the twelfth of eleven words."""
+    for said in ranks.run(2, out_of_range, axes={"tp": 2}):
+        words = [f"{what} {word}" for word in (-1, 11) for what in ("token", "target")]
+        assert said == [f"{word} is out of range: the vocabulary has 11 words" for word in words]
 
 
 def read(mesh, vocab, sp):

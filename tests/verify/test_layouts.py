@@ -28,6 +28,7 @@ MODELS = {
     "llama window, rope scaling": LLAMA.model_copy(
         update={"window": 5, "rope_scaling": RopeScaling(kind="linear", factor=2.0)}
     ),
+    "llama, sequences longer than its table": LLAMA.model_copy(update={"max_seq": 8}),
     "llama not causal": LLAMA.model_copy(update={"causal": False}),
     "gpt2": GPT2,
     "gpt2 untied": GPT2.model_copy(update={"tied": False}),

@@ -31,18 +31,35 @@ def part_of(old: nn.Module, name: str, part: Mapping[str, nn.Parameter], line: L
     if isinstance(old, Embedding):
         if part["weight"] is old.weight:
             return PositionsPart(old.weight, line) if line.sequence else None
-        return VocabularyEmbedding(part["weight"], line)
+        return VocabularyEmbedding(part["weight"], old.weight.size(0), line)
     raise UserError(f"tensor: {name} is neither embedding nor head, and cannot be cut by words")
+
+
+def _check_words(words: Tensor, vocab: int, what: str, counts: Tensor | None = None) -> None:
+    """Raise IndexError for words (of those that count) that there are not, which each rank would take for another's.
+
+    As torch's own embedding and loss do on the CPU; an accelerator would have to be waited for.
+    """
+    if words.device.type != "cpu":
+        return
+    words = words if counts is None else words[counts]
+    if not words.numel():
+        return
+    least, greatest = (int(word) for word in words.aminmax())
+    if least < 0 or greatest >= vocab:
+        wrong = least if least < 0 else greatest
+        raise IndexError(f"{what} {wrong} is out of range: the vocabulary has {vocab} words")
 
 
 class VocabularyEmbedding(nn.Embedding):
     """indices i64[B, T] -> [B, T, D], or this rank's part of the sequence. Backward keeps where its own words stand."""
 
-    def __init__(self, weight: nn.Parameter, line: Line) -> None:
+    def __init__(self, weight: nn.Parameter, vocab: int, line: Line) -> None:
         super().__init__(*weight.shape, _weight=weight)
-        self.weight, self.line = weight, line
+        self.weight, self.vocab, self.line = weight, vocab, line
 
     def forward(self, indices: Tensor) -> Tensor:  # the parameter's name differs from torch's
+        _check_words(indices, self.vocab, "token")
         rows = self.weight.size(0)
         local = indices - rows * self.line.group.rank
         others = (local < 0) | (local >= rows)
@@ -136,6 +153,7 @@ class _Part:
         self.words = max(min(width, vocab - first), 0)  # that there are
         self.logits, self.line, self.vocab = logits, line, vocab
         self.counts = targets != IGNORE
+        _check_words(targets, vocab, "target", self.counts)
         self.target = targets - first
         self.target.masked_fill_((self.target < 0) | (self.target >= self.words) | ~self.counts, -1)
 

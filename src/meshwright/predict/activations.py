@@ -224,7 +224,7 @@ class _Shapes:
     def _table(self) -> int:
         """Bytes of cos (and of sin) where they are no part of the stored table: that sequences are longer than, or of
         which a context rank takes rows here and there."""
-        made = self.layout.cp > 1 or self.seq > rotary_length(self.spec)
+        made = self.layout.cp > 1 or self.seq > rotary_length(self.spec, self.seq)
         return self.seq * self.spec.head_width * self.wide if made else 0
 
     # -- GPT-2 ---------------------------------------------------------------------------------------------------

@@ -139,18 +139,21 @@ def segments(spec: ModelSpec, join: int = 0) -> int:
     return sum(len({t.decay for t in unit.tensors}) for unit in units(spec, join).values())
 
 
-def rotary_length(spec: ModelSpec) -> int:
-    """Positions in the stored rotary table; longer sequences make a table of their own. Dynamic scaling's is right
-    up to the length the model was trained at only."""
+def rotary_length(spec: ModelSpec, seq: int) -> int:
+    """Positions in the rotary table once sequences of `seq` tokens have gone through the model: it grows with them.
+
+    But dynamic scaling's is right up to the length that the model was trained at only, and longer sequences make a
+    table of their own.
+    """
     scaling = spec.rope_scaling
     if scaling is not None and scaling.kind == "dynamic" and scaling.original_max_seq is not None:
         return min(spec.max_seq, scaling.original_max_seq)
-    return spec.max_seq
+    return max(spec.max_seq, seq)
 
 
-def buffer_count(spec: ModelSpec) -> int:
+def buffer_count(spec: ModelSpec, seq: int) -> int:
     """Elements the model holds beside parameters: Llama's rotary table, cos and sin as wide as a head each."""
-    return 0 if spec.family == "gpt2" else 2 * rotary_length(spec) * spec.head_width
+    return 0 if spec.family == "gpt2" else 2 * rotary_length(spec, seq) * spec.head_width
 
 
 def _gpt2(spec: ModelSpec) -> Iterator[TensorSpec]:

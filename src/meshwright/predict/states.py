@@ -118,4 +118,4 @@ def reduce_bytes(run: RunSpec) -> int:
 
 def buffers(run: RunSpec) -> int:
     """Bytes of the model's tables that are no parameters, in float32 at least."""
-    return buffer_count(run.model) * max(DTYPE_BYTES[run.precision], 4)
+    return buffer_count(run.model, run.data.seq_len) * max(DTYPE_BYTES[run.precision], 4)
