@@ -78,3 +78,22 @@ def test_overlaps(shape, data):
     both = set(elements(shape, [a])) & set(elements(shape, [b]))
     found = a.overlap(b)
     assert (set(elements(shape, [found])) if found is not None else set()) == both
+
+
+@given(SHAPES, st.data())
+def test_a_box_seen_from_one_that_holds_it(shape, data):
+    """Cut out of the outer box, it is the elements that it is of the whole."""
+
+    def within(outer: Box) -> Box:
+        spans = [
+            (low, data.draw(st.integers(low + 1, size)) - low)
+            for size in outer.sizes
+            for low in [data.draw(st.integers(0, size - 1))]
+        ]
+        moved = tuple(o + low for o, (low, _) in zip(outer.offsets, spans, strict=True))
+        return Box(moved, tuple(size for _, size in spans))
+
+    outer = within(Box((0,) * len(shape), shape))
+    inner = within(outer)
+    held = elements(shape, [outer])
+    assert [held[i] for i in elements(outer.sizes, [inner.seen_from(outer)])] == elements(shape, [inner])

@@ -128,7 +128,7 @@ def save_alone(folder, step):
 def test_death_of_one_ranks_writer_at_every_file_operation(ranks, tmp_path, who):
     """The other ranks end too; what is there is the old or the new one, whole; and the next save succeeds."""
     steps = []
-    # Every operation of one rank alone is in test_checkpoint.py; here those of the coordinator are taken by threes.
+    # Every operation of one rank alone is in test_checkpoint_whole.py; here of the coordinator's every third.
     for fatal in range(1, 60, 3 if who == 0 else 1):
         folder = tmp_path / str(fatal)
         save_alone(folder, 10)

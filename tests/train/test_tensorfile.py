@@ -49,7 +49,8 @@ def test_the_library_reads_every_dtype_and_shape(tmp_path, monkeypatch, block):
 
 def read(path, stored, into, nbytes=None, first=0):
     with open(path, "rb", buffering=0) as stream:
-        Reader().read(stream, stored, len(into) if nbytes is None else nbytes, first, into)
+        for step in Reader().read(stored, len(into) if nbytes is None else nbytes, first, into):
+            step(stream)
 
 
 @settings(deadline=None)  # files
@@ -95,6 +96,21 @@ def test_a_checksum_is_what_it_says():
     assert checksum(memoryview(content)) == expected
     shifted = memoryview(b"x" + content)[1:]  # not aligned to words
     assert checksum(shifted) == expected
+
+
+@pytest.mark.parametrize("size", [0, 3, 4 * COLUMNS, 4 * COLUMNS * 200 + 7])
+def test_a_block_may_come_while_it_is_summed_up(size):
+    """Every byte is there before it is looked at, in parts that a processor's cache holds."""
+    torch.manual_seed(0)
+    whole = memoryview(torch.randint(1, 256, (size,), dtype=torch.uint8).numpy())
+    block, sizes = memoryview(bytearray(size)), []
+
+    def come(part):
+        part[:] = whole[sum(sizes) :][: len(part)]
+        sizes.append(len(part))
+
+    assert checksum(block, come) == checksum(whole)
+    assert block == whole and max(sizes, default=0) <= 1 << 18
 
 
 PAGE = 4096

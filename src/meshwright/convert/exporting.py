@@ -28,7 +28,7 @@ from meshwright.spec.errors import RunError, UserError
 from meshwright.spec.model import ModelSpec
 from meshwright.train import checkpoint, folders, tensorfile
 from meshwright.train.manifest import Manifest
-from meshwright.train.parts import LoadParts, Part
+from meshwright.train.parts import Part
 from meshwright.train.storage import Reader
 from meshwright.train.tensorfile import BLOCK, Stream
 
@@ -135,7 +135,6 @@ class _Stored:
     def __init__(self, where: Path, found: Manifest, path: Path) -> None:
         self._where, self._found, self._path = where, found, path
         self._reader = Reader(where, found)
-        self._metadata = self._reader.read_metadata()
         self._places: dict[torch.dtype, Tensor] = {}
 
     def run(self, name: str, start: int, stop: int) -> Tensor:
@@ -148,10 +147,8 @@ class _Stored:
         for box in boxes_of_run(entry.shape, start, stop):
             parts.append(Part(name, entry.shape, box, flat[done : done + box.numel].view(box.sizes)))
             done += box.numel
-        planner = LoadParts(parts)
-        planner.set_up_planner({}, self._metadata)
         with naming_an_older(self._path, self._where):
-            self._reader.read_data(planner.create_local_plan(), planner).wait()
+            self._reader.read(parts)
         return flat
 
 

@@ -30,6 +30,10 @@ class Box:
         sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
         return Box(tuple(starts), sizes) if all(size > 0 for size in sizes) else None
 
+    def seen_from(self, other: Box) -> Box:
+        """The same elements, by their place in `other`, which holds them."""
+        return Box(tuple(a - b for a, b in zip(self.offsets, other.offsets, strict=True)), self.sizes)
+
 
 def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     """The boxes that make up elements [start, stop) of a tensor in C order, in that order; at most 2·dimensions − 1.

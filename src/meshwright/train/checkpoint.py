@@ -28,7 +28,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.spec.errors import RunError
 from meshwright.train import folders, manifestfile
 from meshwright.train.manifest import Manifest
-from meshwright.train.parts import LoadParts, Part, SaveParts
+from meshwright.train.parts import Part, SaveParts
 from meshwright.train.storage import NotFinite, Reader, Writer
 
 # One rank alone is no mistake.
@@ -252,10 +252,7 @@ def manifest_of(where: Path) -> Manifest:
 def read(where: Path, parts: Sequence[Part], found: Manifest | None = None) -> None:
     """Fill `parts` from the checkpoint in `where`. Raises RunError naming a file that is missing or damaged, or a
     tensor that is not there; then some parts may have been filled."""
-    reader = Reader(where, manifest_of(where) if found is None else found)
-    planner = LoadParts(parts)
-    planner.set_up_planner({}, reader.read_metadata())
-    reader.read_data(planner.create_local_plan(), planner).wait()  # what dcp.load does with no_dist
+    Reader(where, manifest_of(where) if found is None else found).read(parts)
 
 
 def load(where: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -163,7 +163,9 @@ def remove(where: Path) -> None:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Finish what processes that died have begun; leave alone what belongs to one that lives."""
+    """Finish what processes that died, or saves that failed, have begun; leave alone what belongs to one that lives.
+
+    Raises OSError."""
     for entry in folder.iterdir():
         if (match := _ASIDE.fullmatch(entry.name)) and not lives(int(match[1])):
             if entry.is_dir():
@@ -174,6 +176,8 @@ def clear_leftovers(folder: Path) -> None:
         here, before = place(folder, step), former(folder, step)
         if before.exists():
             if here.exists():
+                # Its successor's rename may have been what could not be flushed.
+                flush(folder)
                 remove(before)
             else:
                 os.rename(before, here)

@@ -4,10 +4,11 @@
     checkpoints/step-00000050/manifest.json             see manifest.py
     checkpoints/latest                                  "step-00000050"
 
-torch's planner deals out who writes and reads what; `Writer` and `Reader` do it. Every rank writes one file of its own
-into a folder aside and flushes it. When all have, the coordinator writes the manifest, puts the folder in place by one
-rename, moves the pointer, and only then removes what is too old. Nothing is pickled. torch's own safetensors writer is
-not used, because it keys tensors by name and keeps one of several boxes that a rank has of a tensor.
+torch's protocol deals out who writes what; `Writer` does it, and `Reader` reads what was written. Every rank writes one
+file of its own into a folder aside and flushes it. When all have, the coordinator writes the manifest, puts the folder
+in place by one rename, moves the pointer, and only then removes what is too old. Nothing is pickled. torch's own
+safetensors writer is not used, because it keys tensors by name and keeps one of several boxes that a rank has of a
+tensor.
 
 The reader gives any program that uses torch.distributed.checkpoint any part of any tensor:
 
@@ -16,9 +17,11 @@ The reader gives any program that uses torch.distributed.checkpoint any part of 
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -43,6 +46,7 @@ from meshwright.spec.boxes import Box
 from meshwright.spec.errors import RunError
 from meshwright.train import folders, manifest, tensorfile
 from meshwright.train.manifest import Entry, Manifest, StoredBox
+from meshwright.train.parts import Part
 
 SLAB = 1 << 26
 """Bytes of a stored box that are read at once, where they cannot be read straight to where they belong."""
@@ -153,6 +157,20 @@ class Writer(StorageWriter):
             shutil.rmtree(self._aside, ignore_errors=True)
 
 
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """Elements `within` a stored box, by their place in it, and the tensor of these sizes that they go to.
+
+    dtype: as stored. done: called when they are there.
+    """
+
+    stored: StoredBox
+    dtype: torch.dtype
+    within: Box
+    target: Tensor
+    done: Callable[[], None] | None = None
+
+
 class Reader(StorageReader):
     """Reads the checkpoint in `folder`, as `manifest` (by default its own) tells. Raises RunError naming a file that
     is missing or damaged. Takes a few MB of memory beside what it reads into."""
@@ -190,27 +208,39 @@ class Reader(StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
 
+    def read(self, parts: Iterable[Part]) -> None:
+        """Fill `parts` out of whatever boxes they were written in: what `read_data` does, without torch's plans.
+
+        Raises RunError, also for a tensor that is not there; then some parts may have been filled.
+        """
+        self._read([wanted for part in parts for wanted in self._wanted(part)])
+
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_file: dict[str, list[tuple[ReadItem, StoredBox]]] = {}
+        wanted: list[_Wanted] = []
         for item in plan.items:
             assert item.type is LoadItemType.TENSOR
-            stored = self._stored(item)
-            by_file.setdefault(stored.file, []).append((item, stored))
-        for file, items in by_file.items():
-            # All is laid out before anything is read: between blocks that pass through it, little stays in the cache.
-            reads = [self._to_read(item, stored, planner) for item, stored in sorted(items, key=_place)]
-            try:
-                with open(self.folder / file, "rb", buffering=0) as stream:
-                    for read in reads:
-                        read(stream)
-            except OSError as error:
-                why = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
-                raise RunError(f"{self.folder / file} {why}") from error
-            except tensorfile.Damaged as error:
-                raise RunError(f"{self.folder / file} is damaged: {error}") from error
+            within = Box(tuple(item.storage_offsets), tuple(item.lengths))
+            target = planner.resolve_tensor(item).detach()
+            done = functools.partial(planner.commit_tensor, item, target)
+            wanted.append(_Wanted(self._stored(item), self._dtype(item.storage_index.fqn), within, target, done))
+        self._read(wanted)
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _wanted(self, part: Part) -> Iterator[_Wanted]:
+        entry = self.manifest.tensors.get(part.name)
+        if entry is None:
+            raise RunError(f"the checkpoint lacks {part.name}")
+        box, target = part.box, part.tensor.detach()
+        # In the layout that saved, what is held is what was stored.
+        same = next((stored for stored in entry.boxes if stored.box == box), None)
+        if same is not None:
+            yield _Wanted(same, entry.dtype, Box((0,) * len(box.sizes), box.sizes), target)
+            return
+        for stored in entry.boxes:
+            if (shared := stored.box.overlap(box)) is not None:
+                yield _Wanted(stored, entry.dtype, shared.seen_from(stored.box), _cut(target, shared.seen_from(box)))
 
     def _stored(self, item: ReadItem) -> StoredBox:
         index = item.storage_index
@@ -219,41 +249,62 @@ class Reader(StorageReader):
             return boxes[index.index]
         return next(b for b in boxes if b.box.offsets == tuple(index.offset or ()))
 
-    def _to_read(self, item: ReadItem, stored: StoredBox, planner: LoadPlanner) -> Callable[[BinaryIO], None]:
-        """What reads `item` from its file into the planner's tensor."""
-        target = planner.resolve_tensor(item).detach()
-        dtype = self.manifest.tensors[item.storage_index.fqn].dtype
-        part = Box(tuple(item.storage_offsets), tuple(item.lengths))  # within the stored box
-        strides, nbytes = _strides(stored.box.sizes), stored.box.numel * dtype.itemsize
-        first, span = _run(part, strides)
-        straight = span == part.numel and target.is_contiguous() and target.dtype == dtype
-        into = tensorfile.as_bytes(target) if straight else None
+    def _dtype(self, name: str) -> torch.dtype:
+        return self.manifest.tensors[name].dtype
 
-        def read(stream: BinaryIO) -> None:
-            if into is not None:
-                self._reader.read(stream, stored.stored, nbytes, first * dtype.itemsize, into)
-            else:
-                self._by_slabs(stream, stored, dtype, part, target)
-            planner.commit_tensor(item, target)
+    def _read(self, wanted: Iterable[_Wanted]) -> None:
+        by_file: dict[str, list[_Wanted]] = {}
+        for one in wanted:
+            by_file.setdefault(one.stored.file, []).append(one)
+        for file, items in by_file.items():
+            # All is laid out before anything is read: between blocks that pass through it, little stays in the cache.
+            steps = [step for one in sorted(items, key=_place) for step in self._steps(one)]
+            try:
+                with open(self.folder / file, "rb", buffering=0) as stream:
+                    for step in steps:
+                        step(stream)
+            except OSError as error:
+                why = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
+                raise RunError(f"{self.folder / file} {why}") from error
+            except tensorfile.Damaged as error:
+                raise RunError(f"{self.folder / file} is damaged: {error}") from error
 
-        return read
+    def _steps(self, wanted: _Wanted) -> Iterator[Callable[[BinaryIO], None]]:
+        """What reads it from its file into its tensor, to be called with the file in turn."""
+        stored, target, item = wanted.stored, wanted.target, wanted.dtype.itemsize
+        first, span = 0, stored.box.numel
+        nbytes = span * item
+        if wanted.within.sizes != stored.box.sizes:
+            first, span = _run(wanted.within, _strides(stored.box.sizes))
+        if span == wanted.within.numel and target.is_contiguous() and target.dtype == wanted.dtype:
+            yield from self._reader.read(stored.stored, nbytes, first * item, tensorfile.as_bytes(target))
+        else:
+            yield lambda stream: self._by_slabs(stream, wanted, nbytes)
+        if wanted.done is not None:
+            yield lambda stream: wanted.done()
 
-    def _by_slabs(self, stream: BinaryIO, stored: StoredBox, dtype: torch.dtype, part: Box, target: Tensor) -> None:
-        """Elements `part` of the stored box (offsets within it) into `target`, of the part's sizes."""
-        item, strides = dtype.itemsize, _strides(stored.box.sizes)
-        nbytes = stored.box.numel * item
-        for box in _slabs(part, strides, max(SLAB // item, 1)):
+    def _by_slabs(self, stream: BinaryIO, wanted: _Wanted, nbytes: int) -> None:
+        """The same by pieces, where it lies otherwise in the file than in memory."""
+        item, strides = wanted.dtype.itemsize, _strides(wanted.stored.box.sizes)
+        for box in _slabs(wanted.within, strides, max(SLAB // item, 1)):
             first, span = _run(box, strides)
-            elements = torch.empty(span, dtype=dtype)
-            self._reader.read(stream, stored.stored, nbytes, first * item, tensorfile.as_bytes(elements))
-            into = target
-            for dim, (offset, origin, size) in enumerate(zip(box.offsets, part.offsets, box.sizes, strict=True)):
-                into = into.narrow(dim, offset - origin, size)
+            elements = torch.empty(span, dtype=wanted.dtype)
+            for step in self._reader.read(wanted.stored.stored, nbytes, first * item, tensorfile.as_bytes(elements)):
+                step(stream)
+            into = _cut(wanted.target, box.seen_from(wanted.within))
             into.copy_(elements.as_strided(into.shape, strides))
 
 
-def _place(pair: tuple[ReadItem, StoredBox]) -> int:
-    return pair[1].stored.start
+def _place(wanted: _Wanted) -> int:
+    return wanted.stored.stored.start
+
+
+def _cut(tensor: Tensor, box: Box) -> Tensor:
+    """The elements of `box`, a view."""
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, offset, size)
+    return tensor
 
 
 def _run(part: Box, strides: tuple[int, ...]) -> tuple[int, int]:

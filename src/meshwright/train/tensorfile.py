@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import json
 import math
 import os
@@ -213,46 +214,47 @@ def _put(stream: BinaryIO, content: memoryview) -> None:
 
 
 class Reader:
-    """Reads parts of stored tensors, each block against its checksum, at once, while it is in the processor's cache.
-    Holds one block in memory."""
+    """Reads parts of stored tensors, each block against its checksum on the way. Holds one block in memory."""
 
     def __init__(self) -> None:
         self._block = torch.empty(BLOCK, dtype=torch.uint8)
 
-    def read(self, stream: BinaryIO, stored: Stored, nbytes: int, first: int, into: Tensor) -> None:
-        """Bytes [first, first + len(into)) of a tensor of `nbytes` bytes into a uint8 tensor on any device.
+    def read(self, stored: Stored, nbytes: int, first: int, into: Tensor) -> Iterator[Callable[[BinaryIO], None]]:
+        """What reads bytes [first, first + len(into)) of a tensor of `nbytes` bytes into a uint8 tensor on any device:
+        to be called with the tensor's file, in turn, a block each.
 
-        Raises OSError, and Damaged where the file is too short or a checksum differs.
+        A call raises OSError, and Damaged where the file is too short or a checksum differs.
         """
-        end = first + len(into)
+        end = first + into.numel()
         assert 0 <= first <= end <= nbytes
         on_host = memoryview(into.numpy()) if into.device.type == "cpu" else None
         for number in range(first // BLOCK, -(-end // BLOCK)):
             start, stop = number * BLOCK, min((number + 1) * BLOCK, nbytes)
+            place, wanted = stored.start + start, stored.sums[number]
             # A block that is wanted whole is read where it belongs.
             if on_host is not None and first <= start and stop <= end:
-                _read_block(stream, stored, number, on_host[start - first : stop - first])
+                yield functools.partial(_read_block, place, wanted, on_host[start - first : stop - first])
                 continue
-            block = self._block[: stop - start]
-            _read_block(stream, stored, number, memoryview(block.numpy()))
             low, high = max(start, first), min(stop, end)
-            into[low - first : high - first].copy_(block[low - start : high - start])
+            taken, target = slice(low - start, high - start), into[low - first : high - first]
+            yield functools.partial(self._read_some, place, wanted, stop - start, taken, target)
+
+    def _read_some(self, place: int, wanted: int, nbytes: int, taken: slice, into: Tensor, stream: BinaryIO) -> None:
+        block = self._block[:nbytes]
+        _read_block(place, wanted, memoryview(block.numpy()), stream)
+        into.copy_(block[taken])
 
 
-def _read_block(stream: BinaryIO, stored: Stored, number: int, into: memoryview) -> None:
-    stream.seek(stored.start + number * BLOCK)
-    if _fill(stream, into) < len(into):
-        raise Damaged("it is shorter than what was written")
-    # At once, while it is in the processor's cache.
-    if checksum(into) != stored.sums[number]:
+def _read_block(place: int, wanted: int, into: memoryview, stream: BinaryIO) -> None:
+    stream.seek(place)
+    if checksum(into, functools.partial(_fill, stream)) != wanted:
         raise Damaged("its checksum is not what was written")
 
 
-def _fill(stream: BinaryIO, buffer: memoryview) -> int:
+def _fill(stream: BinaryIO, buffer: memoryview) -> None:
     done = 0
     while done < len(buffer):
-        got = stream.readinto(buffer[done:])  # type: ignore[attr-defined]
+        got = stream.readinto(buffer[done:] if done else buffer)  # type: ignore[attr-defined]
         if not got:
-            break
+            raise Damaged("it is shorter than what was written")
         done += got
-    return done
