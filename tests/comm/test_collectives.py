@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import threading
 import time
 
@@ -8,10 +9,10 @@ import torch
 from torch import Tensor
 
 from meshwright.comm.blackbox import box_path, read
-from meshwright.comm.collectives import DIRECT_BYTES, SMALL_BYTES
+from meshwright.comm.collectives import DIRECT_BYTES
 from meshwright.comm.mesh import Mesh
 from meshwright.spec.errors import RunError
-from meshwright.spec.traffic import wire_bytes
+from meshwright.spec.traffic import SMALL_SUM, lent_to_sum, wire_bytes
 
 NAN = float("nan")
 STEP = {"reason": "test", "phase": "step"}
@@ -288,28 +289,29 @@ def test_large_parts_are_gathered_as_small_ones_are(ranks, world):
         assert all(right), right
 
 
-def small_sums(mesh):
-    """Sums whose parts each rank adds up by itself, of odd sizes and at the limit, beside ones that Gloo adds up."""
+def awaited_sums(mesh):
+    """Sums whose parts each rank adds up by itself, of odd sizes and at the limit, beside one that Gloo adds up."""
     group = mesh.group("dp")
     found = []
-    for size in (1, 7, SMALL_BYTES // 4, SMALL_BYTES // 4 + 1):
-        generator = torch.Generator().manual_seed(mesh.rank)
-        mine = torch.randn(size, generator=generator)
-        t = mine.clone()
-        pending = group.all_reduce(t, reason="test", phase="step", async_=True)
-        pending.wait()
-        least = mine.clone()
-        group.all_reduce(least, reason="test", phase="step", op="min")
+    for size in (1, 7, SMALL_SUM // 4, SMALL_SUM // 4 + 1):
+        mine = torch.randn(size, generator=torch.Generator().manual_seed(mesh.rank))
+        t, least = mine.clone(), mine.clone()
+        group.all_reduce(t, reason="test", phase="step", async_=True, awaited=True).wait()
+        group.all_reduce(least, reason="test", phase="step", op="min", awaited=True)
         found.append((mine, t, least))
-    return found, [(row.key.operation, row.payload) for row in mesh.ledger.rows()]
+    return found, [(row.key.operation, row.payload) for row in mesh.ledger.rows()], group.scratch.bytes
 
 
 @pytest.mark.parametrize("world", [3, 4])
-def test_small_sums_are_the_same_bits_on_all_ranks(ranks, world):
-    results = ranks.run(world, small_sums)
-    for each in zip(*(found for found, _ in results), strict=True):
+def test_awaited_sums_are_the_same_bits_on_all_ranks(ranks, world):
+    results = ranks.run(world, awaited_sums)
+    for place, each in enumerate(zip(*(found for found, _, _ in results), strict=True)):
         parts = [mine for mine, _, _ in each]
         for _, total, least in each:
             assert torch.equal(total, each[0][1]) and torch.equal(least, torch.stack(parts).amin(0))
             torch.testing.assert_close(total, torch.stack(parts).double().sum(0).float())
-    assert all(rows == results[0][1] for _, rows in results)
+        if place < 3:  # small ones: added up in the order of the ranks
+            assert torch.equal(each[0][1], functools.reduce(torch.add, parts))
+    for _, rows, borrowed in results:
+        assert rows == results[0][1] and borrowed == lent_to_sum(world, SMALL_SUM) == world * SMALL_SUM
+    assert lent_to_sum(2, 8) == lent_to_sum(world, SMALL_SUM + 1) == 0

@@ -26,11 +26,10 @@ from meshwright.comm.ledger import Ledger
 from meshwright.comm.pending import Pending, failed
 from meshwright.comm.scratch import Scratch
 from meshwright.comm.works import Work, Works
-from meshwright.spec.traffic import Operation, Phase
+from meshwright.spec.traffic import Operation, Phase, lent_to_sum
 
 ReduceOp = Literal["sum", "min", "max"]
 DIRECT_BYTES = 1 << 18  # parts from this size on are gathered by direct messages on the CPU
-SMALL_BYTES = 1 << 17  # up to this size more than two ranks on the CPU add up what each has sent to all others
 EXCHANGE_TAG = 1  # keeps them apart from `send` and `recv`, which use 0
 SHIFT_TAG = 2
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
@@ -79,16 +78,17 @@ class Group:
         micro: int | None = None,
         op: ReduceOp = "sum",
         async_: bool = False,
+        awaited: bool = False,
     ) -> Pending:
         """Replace `t` on every rank by the reduction of all ranks' `t`.
 
-        On the CPU small ones of more than two ranks are sent to all at once and reduced by each, in the same order:
-        of Gloo's own, which goes around a ring twice, they take two thirds of the time.
+        awaited: nothing much can be done until it is there. On the CPU small ones are then sent to all ranks at once
+        and reduced by each, in the same order, where Gloo's own go twice around a ring; `lent_to_sum` bytes are borrowed.
         """
         if self.size == 1:
             return Pending()
         call = Call("all_reduce", reason, self.axis, (t,), reduction=op)
-        if t.device.type == "cpu" and self.size > 2 and 0 < _bytes(t) <= SMALL_BYTES:
+        if awaited and t.device.type == "cpu" and lent_to_sum(self.size, _bytes(t)):
             parts = self.scratch.take(self.size * t.numel(), t.dtype)
 
             def finish() -> None:

@@ -217,7 +217,7 @@ class _Columns(torch.autograd.Function):
         if dx is not None and dim is not None:
             dx, pending = line.scatter(dx, reason, "backward", micro, dim)
         elif dx is not None:
-            pending = line.group.all_reduce(dx, reason=reason, phase="backward", micro=micro, async_=True)
+            pending = line.group.all_reduce(dx, reason=reason, phase="backward", micro=micro, async_=True, awaited=True)
         # Under the sum of dx.
         rows = whole.reshape(-1, whole.size(-1))
         dweights = [
@@ -332,7 +332,7 @@ class _Sum(torch.autograd.Function):
                 pending.wait()
                 return out
             out = part.detach()  # another tensor, of the same memory
-            line.group.all_reduce(out, reason=reason, phase=line.phase, micro=line.micro)
+            line.group.all_reduce(out, reason=reason, phase=line.phase, micro=line.micro, awaited=True)
             return out
 
         return line.kept(send)

@@ -39,6 +39,7 @@ from meshwright.spec.batch import micro_steps
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import LOSS_ROWS, WIDENED, RunSpec
+from meshwright.spec.traffic import lent_to_sum
 
 LINES = ("activations", "logits", "loss workspace", "gathered units", "reductions", "fresh gradients", "temporaries")
 
@@ -153,7 +154,8 @@ class _Step:
         self.hidden = self.whole // (tp if layout.sp else 1)  # and of what this rank has of them
         # Gathered, the parts lie one after the other, and are put in order where there are several sequences.
         self.gathered = (1 + (sequences > 1)) * self.whole if layout.sp else 0
-        others, self.passing = [[self.whole]] if layout.sp else [], 0
+        by_tensor_ranks = self.whole if layout.sp else lent_to_sum(tp, self.whole)
+        others, self.passing = [[by_tensor_ranks]] if by_tensor_ranks else [], 0
         if layout.cp > 1 and sequences:
             it = shared(self.spec, layout, batch=sequences, seq=run.data.seq_len, dtype_bytes=self.size)
             others.append(borrowed(it))

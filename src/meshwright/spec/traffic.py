@@ -19,6 +19,7 @@ Operation = Literal[
     "recv",
 ]
 Phase = Literal["forward", "recompute", "backward", "step"]
+SMALL_SUM = 1 << 17  # bytes; see lent_to_sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +56,11 @@ def wire_bytes(operation: Operation, ranks: int, payload: int) -> float:
         return 0.0
     part = payload * (ranks - 1) / ranks
     return 2 * part if operation == "all_reduce" else part
+
+
+def lent_to_sum(ranks: int, payload: int) -> int:
+    """Bytes that a rank on the CPU borrows to add up all ranks' parts of an awaited sum by itself; 0 where it does not.
+
+    Two ranks are as fast by Gloo's ring, and so are more than SMALL_SUM bytes, of which ranks − 1 copies would go out.
+    """
+    return ranks * payload if ranks > 2 and payload <= SMALL_SUM else 0
