@@ -38,7 +38,7 @@ FUNCTIONS: dict[Method, Callable[..., Tensor]] = {
     "ulysses": context.ulysses_attention,
     "usp": context.usp_attention,
 }
-RACES = [(4096, (8, 8)), (4096, (8, 2)), (8192, (8, 2))]
+RACES = [(4096, (8, 8)), (4096, (8, 2)), (4096, (2, 2)), (8192, (8, 2))]
 TABLE = [(length, heads) for length in (1024, 4096) for heads in ((8, 8), (8, 2))]
 FOUR = [(1024, (8, 8)), (1024, (8, 2)), (2048, (8, 2))]
 MEMORY = 8192

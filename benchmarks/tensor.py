@@ -1,6 +1,6 @@
 """Our tensor-parallel step, with and without sequence parallelism, beside torch's `parallelize_module` and one rank.
 
-    python benchmarks/tensor.py [--ranks 2] [--rounds 40] [--only NAME …]
+    python benchmarks/tensor.py [--ranks 2] [--rounds 40] [--only NAME …] [--no-yield]
 
 All train the same stack of Llama blocks on the same hidden states: forward, the sum of squares as loss, backward, fused
 AdamW. The peer has ColwiseParallel and RowwiseParallel, and PrepareModuleInput in front of attention and MLP, so that
@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+import meshwright.comm.mesh
 import race
 from meshwright.comm.mesh import Mesh
 from meshwright.model.build import build
@@ -222,7 +223,9 @@ def check(name: str, it: Contestant, case: Case, x: Tensor) -> float:
     return worst
 
 
-def contest(rank: int, ranks: int, rounds: int, only: list[str]) -> None:
+def contest(rank: int, ranks: int, rounds: int, only: list[str], no_yield: bool) -> None:
+    if no_yield:
+        meshwright.comm.mesh.yield_to_computing = lambda: None
     mesh = Mesh.create(Layout(tp=ranks, dp=1), device=torch.device("cpu"), timeout=120)
     for name, case in CASES.items():
         if (only and name not in only) or (ALONE in case.contestants and ranks > 2):
@@ -258,5 +261,6 @@ if __name__ == "__main__":
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--only", nargs="+", default=[])
+    parser.add_argument("--no-yield", action="store_true", help="leave Gloo's reading threads their priority")
     options = parser.parse_args()
-    race.start_ranks(options.ranks, contest, options.ranks, options.rounds, options.only)
+    race.start_ranks(options.ranks, contest, options.ranks, options.rounds, options.only, options.no_yield)

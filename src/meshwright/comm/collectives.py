@@ -83,7 +83,7 @@ class Group:
         """Replace `t` on every rank by the reduction of all ranks' `t`.
 
         awaited: nothing much can be done until it is there. On the CPU small ones are then sent to all ranks at once
-        and reduced by each, in the same order, where Gloo's own go twice around a ring; `lent_to_sum` bytes are borrowed.
+        and reduced by each, in the same order, where Gloo's go twice around a ring; `lent_to_sum` bytes are borrowed.
         """
         if self.size == 1:
             return Pending()

@@ -217,8 +217,8 @@ class RunSpec(Part):
             )
         if axis == "cp" and self.attention == "explicit":
             raise ValueError(
-                "attention=explicit does not go with cp above 1: the parts of attention are put together by the "
-                "logarithm of each row's softmax sum, which the fused one gives; use attention=sdpa, or cp=1"
+                "attention=explicit does not go with cp above 1, where kernels that compute attention in parts take "
+                "its place; use attention=sdpa, or cp=1"
             )
 
     def _fused_dropout(self) -> None:

@@ -405,9 +405,7 @@ class Loop:
     def leave(self, code: int) -> None:
         """What needs the other ranks at the end: updates under way, and a sample where no rank has a whole model."""
         self.trainer.sharded.settle()
-        layout = self.run_spec.layout
-        in_parts = layout.zero == 3 or layout.tp > 1 or layout.cp > 1
-        if code == OK and in_parts and self.run_spec.model.causal:
+        if code == OK and not self.trainer.alone and self.run_spec.model.causal:
             self.mesh.blackbox.note("writing a sample")
             self.sample = self._sample()
 

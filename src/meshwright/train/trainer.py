@@ -188,7 +188,7 @@ class Trainer:
         self.model.eval()
         self._tell_micro(None)
         for index in range(micro_steps(len(ids), group.size, self.run.batch.micro)):
-            if stop() and self._alone:  # the others can go on
+            if stop() and self.alone:  # the others can go on
                 break
             self.mesh.blackbox.tick()
             places = mine[index * self.run.batch.micro : (index + 1) * self.run.batch.micro]
@@ -240,7 +240,7 @@ class Trainer:
                 sender.micro = index
 
     @property
-    def _alone(self) -> bool:
+    def alone(self) -> bool:
         """Whether this rank's forward needs no other rank."""
         return not self.sharded.every_rank_computes and self.line is None and self.context is None
 
