@@ -11,12 +11,17 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 # Tests are imported by path (importlib mode), so their folder is not on the path by itself; test ranks get it too.
 sys.path.insert(0, str(Path(__file__).parent))
 
 from ranks import Ranks
+
+# Nothing is timed: machines are shared.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,7 @@ def test_splitmix64_as_published() -> None:
     assert [word % 2**64 for word in mix64_(state).tolist()] == expected
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 70_000), st.integers(0, 70_000), st.integers(0, 70_000))
 def test_any_split_gives_the_same_bits(a: int, b: int, c: int) -> None:
     """Ranges that cross the chunks of 2¹⁵ that filling works in; far-off starts too."""

@@ -341,7 +341,10 @@ class Odd(nn.Module):
         self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
         self.b.weight = self.a.weight
         self.gpt2 = Conv1D(8, 12, dtype=torch.float32, device=torch.device("cpu"))
-        self.drop = nn.Dropout(0.1)
+        self.drop, self.alpha = nn.Dropout(0.1), nn.AlphaDropout(0.1)
+        self.watched, self.weighed = nn.Linear(8, 12), nn.Linear(8, 12)
+        self.watched.register_forward_hook(lambda module, given, out: 2 * out)
+        self.weighed.weight.register_hook(lambda gradient: 2 * gradient)
 
 
 REFUSED = [
@@ -349,9 +352,9 @@ REFUSED = [
     ({"wide.*": ROWS}, "the plan names wide.*, and the module has no such layer"),
     ({"norm": Split("heads")}, "the plan names norm, and the module has no such layer"),
     ({"act": COLUMNS}, "act is no linear layer, and cannot be cut by columns or rows"),
-    ({"table": COLUMNS}, "table.weight is no linear layer"),
-    ({"bilinear": ROWS}, "bilinear.weight is no linear layer"),
-    ({"attention.out_proj": ROWS}, "attention.out_proj.weight is no linear layer"),
+    ({"table": COLUMNS}, "table is no linear layer"),
+    ({"bilinear": ROWS}, "bilinear is no linear layer"),
+    ({"attention.out_proj": ROWS}, "attention.out_proj is no linear layer"),
     ({"fc": COLUMNS}, "tp=2 does not divide the 7 outputs of fc.weight; use one of 1, 7"),
     ({"wide": Split("columns", heads=3)}, "tp=2 does not divide the 12 outputs of 3 heads of wide.weight; use one of"),
     ({"wide": Split("columns", (6, 4))}, "wide.weight has 12 outputs, and the plan says 6 + 4"),
@@ -360,19 +363,76 @@ REFUSED = [
     ({"wide": Split("rows", heads=1)}, "tp=2 does not divide the 8 inputs of 1 heads of wide.weight; use one of 1"),
     ({"wide": Split("columns", reads="x"), "gpt2": Split("columns", reads="x")}, "layers of the module that read one"),
     ({"drop": Split("sequence")}, "drop draws its masks from torch's generator"),
+    ({"alpha": Split("sequence")}, "alpha draws its masks from torch's generator"),
+    ({"wide": COLUMNS, "watched": COLUMNS}, "watched has hooks, which what takes its place would not have"),
+    ({"weighed": COLUMNS}, "weighed has hooks"),
+    ({"wide": COLUMNS, "gpt2": Split("vocabulary")}, "gpt2 is neither embedding nor head"),
     ({"wide": Split("vocabulary")}, "wide is neither embedding nor head, and cannot be cut by words"),
 ]  # fmt: skip
 
 
-def refusal(mesh, plan):
+def refusals(mesh, plans):
+    """What is said of each plan, and whether the module is as it was."""
+    found = []
+    for plan in plans:
+        odd = Odd()
+        before = dict(odd.named_modules())
+        try:
+            apply(odd, mesh, plan)
+            found.append(("nothing", False))
+        except UserError as error:
+            found.append((str(error), dict(odd.named_modules()) == before))
+    return found
+
+
+def test_plans_that_do_not_fit(ranks):
+    plans = [plan for plan, _ in REFUSED]
+    for found in ranks.run(2, refusals, plans, axes={"tp": 2}):
+        for (plan, words), (said, untouched) in zip(REFUSED, found, strict=True):
+            assert said.startswith(f"tensor: {words}") and untouched, (plan, said)
+
+
+class Half(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(nn.functional.gelu(self.up(x)))
+        return out
+
+
+class Repeated(nn.Module):
+    """One block twice (ALBERT)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Half()] * 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def repeated(mesh):
+    found = model(Repeated)
+    apply(found, mesh, {"blocks.*.up": COLUMNS, "blocks.*.down": ROWS})
+    out = found(inputs(5, 8))
+    out.sum().backward()
     try:
-        apply(Odd(), mesh, plan)
+        found.state_dict()
+        said = ""
     except UserError as error:
-        return str(error)
-    return "nothing"
+        said = str(error)
+    return out.detach(), found.blocks[0].down.bias.grad, len(list(found.parameters())), said
 
 
-@pytest.mark.parametrize(("plan", "words"), REFUSED, ids=lambda v: v[:40] if isinstance(v, str) else " ".join(v))
-def test_plans_that_do_not_fit(ranks, plan, words):
-    for said in ranks.run(2, refusal, plan, axes={"tp": 2}):
-        assert said.startswith(f"tensor: {words}"), said
+def test_a_block_under_two_names(ranks):
+    plain = model(Repeated)
+    expected = plain(inputs(5, 8))
+    expected.sum().backward()
+    for out, bias, parameters, said in ranks.run(2, repeated, axes={"tp": 2}):
+        torch.testing.assert_close(out, expected.detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(bias, plain.blocks[0].down.bias.grad, rtol=1e-12, atol=1e-12)
+        assert parameters == 4 and said.startswith("tensor: state_dict() would hold this rank's parts")

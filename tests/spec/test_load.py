@@ -178,7 +178,7 @@ def runs(draw: st.DrawFn) -> RunSpec:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(runs())
 def test_a_run_survives_being_written_and_read(tmp_path_factory: pytest.TempPathFactory, run: RunSpec) -> None:
     path = tmp_path_factory.mktemp("run") / "run.yaml"

@@ -39,7 +39,7 @@ def cut(whole: torch.Tensor, box: Box) -> torch.Tensor:
     return whole[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(SIZES, st.data(), st.integers(1, 60), st.integers(1, 30), st.booleans())
 def test_any_cut_to_any_other(tmp_path_factory, shape, data, slab, block, strided):
     """Whatever is read at once, and wherever checksums begin and end; into memory with gaps, too."""

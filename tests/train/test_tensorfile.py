@@ -10,7 +10,7 @@ import zlib
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -53,7 +53,6 @@ def read(path, stored, into, nbytes=None, first=0):
             step(stream)
 
 
-@settings(deadline=None)  # files
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 9))
 def test_any_run_of_bytes(tmp_path_factory, first, length, block):
     content = torch.arange(40, dtype=torch.uint8)

@@ -78,6 +78,9 @@ def apply(
     if missing := [key for key in plan if key not in keys.values()]:
         raise UserError(f"tensor: the plan names {', '.join(missing)}, and the module has no such layer")
     splits = {name: plan[key] for name, key in keys.items()}
+    olds = {name: module.get_submodule(name) for name in splits}  # all of them, before one is replaced
+    for name, split in splits.items():
+        _check_layer(name, olds[name], split, tp, sequence)
     for placement in whole.values():
         if len({splits.get(name.rpartition(".")[0]) for name in placement.names}) > 1:
             raise UserError(f"tensor: {' and '.join(placement.names)} are one tensor, and the plan cuts them unlike")
@@ -95,11 +98,12 @@ def apply(
     }
     shared = {other: placements[name].name for name in placements for other in placements[name].names}
     together: dict[tuple[str, str], Together] = {}
+    news: dict[str, nn.Module] = {}
     for name, split in splits.items():
-        old = module.get_submodule(name)
+        old = olds[name]
         part = {leaf: local.get(shared[f"{name}.{leaf}"], p) for leaf, p in old.named_parameters(recurse=False)}
         new: nn.Module | None = None
-        parent, _, leaf = name.rpartition(".")
+        parent = name.rpartition(".")[0]
         if split.style in ("columns", "rows"):
             outputs = _outputs(old, name)
             kind = Columns if split.style == "columns" else Rows
@@ -114,16 +118,18 @@ def apply(
                     new.together.layers.append(new)
         elif split.style in ("vocabulary", "positions"):
             new = vocabulary.part_of(old, name, part, line)
-        elif isinstance(old, Dropout):
-            if sequence or split.style == "heads":
-                old.part = (coordinate, tp)
-        elif isinstance(old, nn.Dropout) and tp > 1:
-            raise UserError(
-                f"tensor: {name} draws its masks from torch's generator, which does not know the parts of a "
-                "tensor; use meshwright.model.dropout.Dropout"
-            )
         if new is not None:
-            setattr(module.get_submodule(parent), leaf, new.train(old.training))
+            news[name] = new.train(old.training)
+    # Nothing is refused from here on.
+    for name, old in olds.items():
+        if isinstance(old, Dropout) and (sequence or splits[name].style == "heads"):
+            old.part = (coordinate, tp)
+    for name, new in news.items():
+        parent, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(parent), leaf, new)
+    if any(placement.cuts for placement in placements.values()):
+        for each in module.modules():
+            each.register_state_dict_pre_hook(_refuse_parts)
     for (parent, _), layers in together.items():
         module.get_submodule(parent).register_forward_hook(layers.forget, always_call=True)
     return line, placements
@@ -134,8 +140,8 @@ def _placed(
 ) -> Placement:
     cut = None
     if split is not None:
-        owner = module.get_submodule(placement.name.rpartition(".")[0])
-        outputs = _outputs(owner, placement.name) if split.style in ("columns", "rows") else 0
+        layer = placement.name.rpartition(".")[0]
+        outputs = _outputs(module.get_submodule(layer), layer) if split.style in ("columns", "rows") else 0
         cut = cut_of(split, placement.shape, outputs, tp, coordinate)
         if cut is not None and split.style != "vocabulary":
             _check_divides(placement, split, cut, tp)
@@ -161,6 +167,29 @@ def _check_divides(placement: Placement, split: Split, cut: Cut, tp: int) -> Non
             f"tensor: tp={tp} does not divide the {size} {what}{heads} of {placement.name}; "
             f"use one of {', '.join(map(str, divisors(by)))}"
         )
+
+
+def _check_layer(name: str, old: nn.Module, split: Split, tp: int, sequence: bool) -> None:
+    """Raise UserError for a layer that the plan names and that would lose something, or get nothing."""
+    if isinstance(old, nn.modules.dropout._DropoutNd) and tp > 1:
+        raise UserError(
+            f"tensor: {name} draws its masks from torch's generator, which does not know the parts of a "
+            "tensor; use meshwright.model.dropout.Dropout"
+        )
+    if split.style not in ("columns", "rows", "vocabulary", "positions"):
+        return
+    hooks = [old._forward_hooks, old._forward_pre_hooks, old._backward_hooks, old._backward_pre_hooks]
+    for parameter in old.parameters(recurse=False):
+        hooks += [parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)]
+    if any(hooks):
+        raise UserError(f"tensor: {name} has hooks, which what takes its place would not have; register them after it")
+
+
+def _refuse_parts(*_: object) -> None:
+    raise UserError(
+        "tensor: state_dict() would hold this rank's parts of tensors; take the whole ones from "
+        "Sharded.named_parameters() on all ranks"
+    )
 
 
 def _outputs(layer: nn.Module, name: str) -> int:

@@ -135,8 +135,7 @@ class Sharded:
                         entry.register_forward_pre_hook(partial(self._arrived, unit))
             module.register_forward_pre_hook(self._settle_unless_training)
             module.register_forward_hook(self._forward_ends)
-        self._cut = any(placement.cuts for placement in self.placements.values())
-        if stage or self._cut:
+        if stage:
             for part in module.modules():
                 part.register_state_dict_pre_hook(self._before_state_dict)
 
@@ -372,11 +371,6 @@ class Sharded:
     # -- who reads the module itself --------------------------------------------------------------------------------
 
     def _before_state_dict(self, *_: object) -> None:
-        if self._cut:
-            raise UserError(
-                "tensor: state_dict() would hold this rank's parts of tensors; take the whole ones from "
-                "Sharded.named_parameters() on all ranks"
-            )
         if self.stage == 3:
             raise UserError(
                 "zero=3: state_dict() would hold no values, as parameters are whole only while they compute; take them "
