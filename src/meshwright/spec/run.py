@@ -48,6 +48,11 @@ class Data(Part):
     held_out: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.05, description="part kept for validation: files, or the end of one file"
     )
+    packing: Literal["none", "documents"] = Field(
+        "none",
+        description="documents: attention and positions stay inside a text (a file), and the last token of each has no "
+        "target; none: sequences are cut from one stream of all texts",
+    )
 
 
 class Batch(Part):

@@ -77,7 +77,7 @@ class Loop:
         self.progress = Progress(run.steps, quiet=quiet, lead=self.lead)
         mesh.blackbox.note("preparing data")
         self.prepared = prepare_together(run, mesh.world_group, mesh.device, self.progress.message)
-        self.data = Dataset(self.prepared.train, run.data.seq_len, run.seed)
+        self.data = Dataset(self.prepared.train, run.data.seq_len, run.seed, self.prepared.train_documents)
         self.held_out = self._held_out()
         self._check_stop()
         mesh.blackbox.note("building the model")
@@ -107,7 +107,9 @@ class Loop:
     def _held_out(self) -> Dataset | None:
         if self.prepared.held_out is None or not self.run_spec.validation.every:
             return None
-        return Dataset(self.prepared.held_out, self.run_spec.data.seq_len, self.run_spec.seed)
+        run, prepared = self.run_spec, self.prepared
+        assert prepared.held_out is not None
+        return Dataset(prepared.held_out, run.data.seq_len, run.seed, prepared.held_out_documents)
 
     def _resume(self) -> int:
         """The step to begin with: 0, or that of the checkpoint that the ranks go on from."""
@@ -439,9 +441,10 @@ class Loop:
         if self.validation_loss is not None and self.held_out is not None and self.prepared.held_out is not None:
             lines.append(f"validation loss {self.validation_loss:.4f} nats a token")
             data, samples = self.run_spec.data, self.held_out.spread(self.run_spec.validation.sequences).tolist()
+            begins = self.prepared.train_documents, self.prepared.held_out_documents
             baseline = bigram_loss(
                 self.prepared.train, self.prepared.held_out, self.run_spec.model.vocab,
-                samples=samples, seq_len=data.seq_len,
+                samples=samples, seq_len=data.seq_len, documents=begins if begins[0] and begins[1] else None,
             )  # fmt: skip
             if baseline is not None:
                 lines.append(f"bigrams         {baseline:.4f} on the same held-out text, counted on the training text")
