@@ -76,6 +76,7 @@ def _sizes(run: RunSpec, sequences: int, cpu: bool) -> activations.Sizes:
         "loss": run.loss,
         "dropout": run.dropout,
         "device": "cpu" if cpu else "cuda",
+        "packed": run.data.packing == "documents",
     }
 
 
@@ -199,7 +200,8 @@ class _Step:
     def recompute(self, index: int) -> Iterator[Moment]:
         keep, explicit = self.layout.kept_operators, self.run.attention == "explicit"
         made = 0 if "attention" in keep else self.scores
-        masked = self.scores if explicit and self.spec.causal else 0  # torch masks its own in place
+        packed = self.run.data.packing == "documents"
+        masked = self.scores if explicit and (self.spec.causal or packed) else 0  # torch masks its own in place
         again = 0 if "softmax" in keep else self.scores
         places = {"scores": made + masked, "softmax": self.scores + again}
         if self.spec.attn_dropout:
