@@ -166,3 +166,96 @@ def test_the_peak_is_what_is_predicted(ranks: Any, attention: str, model: ModelS
     )  # fmt: skip
     (found,) = on_ranks(ranks, run, fullest)
     assert found == pytest.approx(memory(run, run.layout, 0).total, rel=0.05)
+
+
+# -- context ranks ---------------------------------------------------------------------------------------------------
+
+METHODS = ("gather", "rsa", "ring", "ulysses")
+ORDERS = ("contiguous", "zigzag", "striped")
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("method", METHODS)
+def test_methods_and_orders(ranks: Any, method: str, order: str) -> None:
+    prove(ranks, "window", {"cp": 2, "cp_order": order, "cp_method": method})
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("llama", {"cp_method": "usp", "cp_ulysses": 2, "cp_order": "striped"}),
+        ("window", {"cp_method": "usp", "cp_ulysses": 2}),
+        ("not causal", {"cp_method": "ring"}),
+    ],
+    ids=str,
+)
+def test_four_context_ranks(ranks: Any, model: str, layout: dict[str, Any]) -> None:
+    prove(ranks, model, {"cp": 4, **layout})
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_documents_that_are_not_causal(ranks: Any, method: str) -> None:
+    prove(ranks, "not causal", {"cp": 2, "cp_method": method})
+
+
+def changed(mesh: Mesh, run: RunSpec, layouts: list[Layout], places: list[int]) -> list[list[list[int]]]:
+    """For each layout and changed token of a sequence whose documents begin at 0, 3, 4 and 11: where logits change."""
+    documents = torch.tensor([[0] * 3 + [1] + [2] * 7 + [3] * 5])
+    tokens = torch.arange(16)[None]
+    found = []
+    for layout in layouts:
+        trainer = Trainer(run.model_copy(update={"layout": layout}), Mesh.create(layout, device=mesh.device, timeout=20))
+        row = []
+        for place in places:
+            outs = []
+            for token in (place, 36):
+                one = trainer.share.of(tokens.where(torch.arange(16) != place, token), tokens, documents)
+                assert trainer.context is not None
+                trainer.context.documents = one.documents
+                with torch.no_grad():
+                    outs.append(trainer.model(one.tokens, positions=one.positions, length=one.length))
+            differs = torch.zeros(16, dtype=torch.int64)
+            differs[one.places] = (outs[0] != outs[1]).any(-1)[0].long()
+            trainer.mesh.group("cp").all_reduce(differs, reason="test", phase="step")
+            row.append(differs.nonzero().flatten().tolist())
+        found.append(row)
+    return found
+
+
+def test_a_token_changes_what_is_behind_it_in_its_document_and_nothing_else(ranks: Any) -> None:
+    """The whole model, by every method in every order; windows and blocks together reach 5 tokens."""
+    layouts = [Layout(dp=1, cp=2, cp_method=method, cp_order=order) for method in METHODS for order in ORDERS]  # type: ignore[arg-type]
+    places, ends = [0, 2, 3, 4, 7, 8, 10, 11, 15], [3, 4, 11, 16]
+    for model, reach in (("llama", 16), ("window", 5)):
+        run = make_run(model, {"cp": 2})
+        for found in ranks.run(2, changed, run, layouts, places, axes={"cp": 2}):
+            for layout, rows in zip(layouts, found, strict=True):
+                for place, row in zip(places, rows, strict=True):
+                    end = min(next(end for end in ends if end > place), place + reach)
+                    assert row == list(range(place, end)), (layout.cp_method, layout.cp_order, place)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"cp": 2, "tp": 2},
+        {"cp": 2, "tp": 2, "sp": True, "recompute": "full"},
+        {"cp": 2, "dp": 2, "zero": 3, "recompute": "full", "recompute_every": 2},
+        {"cp": 2, "zero": 1, "recompute": "selective", "recompute_keep": ["attention"]},
+        {"cp": 2, "dp": 2, "zero": 2, "recompute": "selective"},
+    ],
+    ids=str,
+)
+def test_context_ranks_beside_others(ranks: Any, layout: dict[str, Any]) -> None:
+    prove(ranks, "gpt2, dropout" if layout.get("recompute") == "full" else "window", layout)
+
+
+def test_context_ranks_without_a_sequence(ranks: Any) -> None:
+    """They compute something of another length, which has no documents."""
+    prove(ranks, "llama", {"cp": 2, "dp": 2, "zero": 3}, sequences=1)
+
+
+def test_context_ranks_score_what_one_does(ranks: Any) -> None:
+    run = make_run("window", {"cp": 2}, sequences=5)
+    for found in on_ranks(ranks, run, scored):
+        assert found.loss == pytest.approx(expected("window", sequences=5).losses[0], rel=1e-12)
