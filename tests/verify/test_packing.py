@@ -10,11 +10,15 @@ import pytest
 import torch
 
 from meshwright.comm.mesh import Mesh
+from meshwright.model.build import build
+from meshwright.model.init import initialise_
 from meshwright.model.loss import IGNORE
+from meshwright.parallel import context
 from meshwright.predict.memory import memory
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import Batch, Checkpoint, Data, LrSchedule, Optimizer, RunSpec
+from meshwright.train.inputs import Share
 from meshwright.train.trainer import Totals, Trainer
 from meshwright.verify.evidence import Evidence
 from meshwright.verify.judge import judge
@@ -139,35 +143,6 @@ def test_the_small_run_of_a_proof_is_packed_too() -> None:
     assert small_run(make_run("llama", {})).data.packing == "documents"
 
 
-# -- the most that is held -------------------------------------------------------------------------------------------
-
-
-def fullest(mesh: Mesh, run: RunSpec) -> int:
-    trainer, data = Trainer(run, mesh), proof_data(run)
-
-    def step() -> None:
-        trainer.update(1, trainer.accumulate(data, 0))
-
-    step()
-    return peak(trainer, step).total
-
-
-DEEP = ModelSpec(family="llama", vocab=64, hidden=32, layers=4, heads=4, kv_heads=2, ffn=64, max_seq=128)
-WIDE = ModelSpec(family="gpt2", vocab=64, hidden=32, layers=4, heads=4, max_seq=128)
-
-
-@pytest.mark.parametrize("model", [DEEP, WIDE], ids=["llama", "gpt2"])
-@pytest.mark.parametrize("attention", ["sdpa", "explicit"])
-def test_the_peak_is_what_is_predicted(ranks: Any, attention: str, model: ModelSpec) -> None:
-    """Long sequences of a narrow model, so that the masks are a good part of it."""
-    run = RunSpec(
-        model=model, data=Data(seq_len=128, packing="documents"), batch=Batch(sequences=3, micro=3),
-        layout=Layout(dp=1, zero_join=0), device="cpu", checkpoint=Checkpoint(every=0), attention=attention,
-    )  # fmt: skip
-    (found,) = on_ranks(ranks, run, fullest)
-    assert found == pytest.approx(memory(run, run.layout, 0).total, rel=0.05)
-
-
 # -- context ranks ---------------------------------------------------------------------------------------------------
 
 METHODS = ("gather", "rsa", "ring", "ulysses")
@@ -198,41 +173,41 @@ def test_documents_that_are_not_causal(ranks: Any, method: str) -> None:
     prove(ranks, "not causal", {"cp": 2, "cp_method": method})
 
 
-def changed(mesh: Mesh, run: RunSpec, layouts: list[Layout], places: list[int]) -> list[list[list[int]]]:
+def changed(mesh: Mesh, layouts: list[Layout], places: list[int]) -> list[list[list[int]]]:
     """For each layout and changed token of a sequence whose documents begin at 0, 3, 4 and 11: where logits change."""
     documents = torch.tensor([[0] * 3 + [1] + [2] * 7 + [3] * 5])
     tokens = torch.arange(16)[None]
     found = []
     for layout in layouts:
-        trainer = Trainer(run.model_copy(update={"layout": layout}), Mesh.create(layout, device=mesh.device, timeout=20))
+        model = build(MODELS["window"], dtype=torch.float64)
+        initialise_(model, seed=3)
+        over = context.apply(model, mesh, method=layout.cp_method, order=layout.cp_order)
+        share = Share(layout, mesh.coords["cp"], 16, mesh.device)
+        over.documents = documents
         row = []
         for place in places:
             outs = []
             for token in (place, 36):
-                one = trainer.share.of(tokens.where(torch.arange(16) != place, token), tokens, documents)
-                assert trainer.context is not None
-                trainer.context.documents = one.documents
+                one = share.of(tokens.where(torch.arange(16) != place, token), tokens, documents)
                 with torch.no_grad():
-                    outs.append(trainer.model(one.tokens, positions=one.positions, length=one.length))
+                    outs.append(model(one.tokens, positions=one.positions, length=one.length))
             differs = torch.zeros(16, dtype=torch.int64)
             differs[one.places] = (outs[0] != outs[1]).any(-1)[0].long()
-            trainer.mesh.group("cp").all_reduce(differs, reason="test", phase="step")
+            mesh.group("cp").all_reduce(differs, reason="test", phase="step")
             row.append(differs.nonzero().flatten().tolist())
         found.append(row)
     return found
 
 
 def test_a_token_changes_what_is_behind_it_in_its_document_and_nothing_else(ranks: Any) -> None:
-    """The whole model, by every method in every order; windows and blocks together reach 5 tokens."""
+    """The whole model, by every method in every order; its window and two blocks together reach 5 tokens."""
     layouts = [Layout(dp=1, cp=2, cp_method=method, cp_order=order) for method in METHODS for order in ORDERS]  # type: ignore[arg-type]
-    places, ends = [0, 2, 3, 4, 7, 8, 10, 11, 15], [3, 4, 11, 16]
-    for model, reach in (("llama", 16), ("window", 5)):
-        run = make_run(model, {"cp": 2})
-        for found in ranks.run(2, changed, run, layouts, places, axes={"cp": 2}):
-            for layout, rows in zip(layouts, found, strict=True):
-                for place, row in zip(places, rows, strict=True):
-                    end = min(next(end for end in ends if end > place), place + reach)
-                    assert row == list(range(place, end)), (layout.cp_method, layout.cp_order, place)
+    places, ends = [0, 3, 4, 8, 10, 11], [3, 4, 11, 16]
+    for found in ranks.run(2, changed, layouts, places, axes={"cp": 2}):
+        for layout, rows in zip(layouts, found, strict=True):
+            for place, row in zip(places, rows, strict=True):
+                end = min(next(end for end in ends if end > place), place + 5)
+                assert row == list(range(place, end)), (layout.cp_method, layout.cp_order, place)
 
 
 @pytest.mark.parametrize(
@@ -259,3 +234,44 @@ def test_context_ranks_score_what_one_does(ranks: Any) -> None:
     run = make_run("window", {"cp": 2}, sequences=5)
     for found in on_ranks(ranks, run, scored):
         assert found.loss == pytest.approx(expected("window", sequences=5).losses[0], rel=1e-12)
+
+
+# -- the most that is held -------------------------------------------------------------------------------------------
+
+
+def fullest(mesh: Mesh, run: RunSpec) -> int:
+    trainer, data = Trainer(run, mesh), proof_data(run)
+
+    def step() -> None:
+        trainer.update(1, trainer.accumulate(data, 0))
+
+    step()
+    return peak(trainer, step).total
+
+
+def long_run(model: ModelSpec, layout: Layout, attention: Any = "sdpa") -> RunSpec:
+    return RunSpec(
+        model=model, data=Data(seq_len=128, packing="documents"), batch=Batch(sequences=3, micro=3), layout=layout,
+        device="cpu", checkpoint=Checkpoint(every=0), attention=attention,
+    )  # fmt: skip
+
+
+DEEP = ModelSpec(family="llama", vocab=64, hidden=32, layers=4, heads=4, kv_heads=2, ffn=64, max_seq=128)
+WIDE = ModelSpec(family="gpt2", vocab=64, hidden=32, layers=4, heads=4, max_seq=128)
+
+
+@pytest.mark.parametrize("model", [DEEP, WIDE], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("attention", ["sdpa", "explicit"])
+def test_the_peak_is_what_is_predicted(ranks: Any, attention: str, model: ModelSpec) -> None:
+    """Long sequences of a narrow model, so that the masks are a good part of it."""
+    run = long_run(model, Layout(dp=1, zero_join=0), attention)
+    (found,) = on_ranks(ranks, run, fullest)
+    assert found == pytest.approx(memory(run, run.layout, 0).total, rel=0.05)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_peak_of_context_ranks_is_what_is_predicted(ranks: Any, method: str) -> None:
+    """Masks are made for a call at a time, and documents of whole sequences are on every rank."""
+    run = long_run(DEEP, Layout(dp=1, cp=2, cp_method=method, zero_join=0))  # type: ignore[arg-type]
+    for rank, found in enumerate(on_ranks(ranks, run, fullest)):
+        assert found == pytest.approx(memory(run, run.layout, rank).total, rel=0.05)

@@ -180,6 +180,17 @@ def in_passing(it: Attention) -> int:
     return (2 * min(shifts, 2) + (shifts > 0)) * it.kv
 
 
+def mask(it: Attention, *, packed: bool) -> int:
+    """Bytes of the largest mask that a call adds to its scores, one for each sequence with documents packed into it.
+    Which calls need one depends on these; rsa hides without."""
+    if it.method == "rsa":
+        return 0
+    calls = [block for theirs in _plan(it, 0) for block in theirs]
+    if packed:
+        return it.batch * max(block.pairs for block in calls) * it.size
+    return max((block.pairs for block in calls if block.mode == "masked"), default=0) * it.size
+
+
 # -- what is computed -----------------------------------------------------------------------------------------------
 
 

@@ -33,6 +33,7 @@ from typing import Literal
 from meshwright.predict import activations, reductions
 from meshwright.predict.alive import Alive
 from meshwright.predict.attention import beside, borrowed, shared
+from meshwright.predict.context import mask
 from meshwright.predict.params import tensors, units
 from meshwright.predict.states import DTYPE_BYTES, gradient_bytes, master_bytes, padded, shards
 from meshwright.spec.batch import micro_steps
@@ -158,7 +159,7 @@ class _Step:
         if layout.cp > 1 and sequences:
             it = shared(self.spec, layout, batch=sequences, seq=run.data.seq_len, dtype_bytes=self.size)
             others.append(borrowed(it))
-            self.passing = beside(it, cpu=cpu)
+            self.passing = beside(it, cpu=cpu) + mask(it, packed=run.data.packing == "documents")
         self.kept = reductions.kept(run, layout, others) if cpu else None
         self.wholes = reductions.wholes(run, layout)
         self.alive = Alive(activations.storages(run.model, layout, **_sizes(run, sequences, cpu)), layout)

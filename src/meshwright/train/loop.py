@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from meshwright.spec.exits import OK
 from meshwright.spec.load import dump_run
 from meshwright.spec.run import RunSpec
 from meshwright.spec.words import join
-from meshwright.train import attempts, checkpoint, folders, manifestfile, state
+from meshwright.train import attempts, checkpoint, folders, manifestfile, state, tokenfile
 from meshwright.train.bigram import bigram_loss
 from meshwright.train.data import Dataset
 from meshwright.train.folders import check_resume
@@ -79,6 +80,7 @@ class Loop:
         self.prepared = prepare_together(run, mesh.world_group, mesh.device, self.progress.message)
         self.data = Dataset(self.prepared.train, run.data.seq_len, run.seed, self.prepared.train_documents)
         self.held_out = self._held_out()
+        self._tell_documents()
         self._check_stop()
         mesh.blackbox.note("building the model")
         self.trainer = Trainer(run, mesh)
@@ -103,6 +105,13 @@ class Loop:
         except StoppedEarlyError:
             self.progress.message("stopped before the first step, as asked; there was nothing to save")
             raise
+
+    def _tell_documents(self) -> None:
+        if self.prepared.train_documents is None:
+            return
+        number = tokenfile.length(self.prepared.train_documents)
+        what = f"{number:,} documents" if number > 1 else "a single document, which nothing has to be kept apart from"
+        self.progress.message(f"packing: {self.run_spec.data.path} has {what}, to train on")
 
     def _held_out(self) -> Dataset | None:
         if self.prepared.held_out is None or not self.run_spec.validation.every:
@@ -324,7 +333,7 @@ class Loop:
                 "tokens": self.counts.tokens,
                 "tokens_per_second_per_device": per_device,
                 "model_flops_utilisation": utilisation(
-                    self.run_spec.model, self.run_spec.data.seq_len, per_device, self.peak.flops
+                    self.run_spec.model, self.run_spec.data.seq_len, per_device, self.peak.flops, self._lengths(step)
                 ),
                 "assumed_peak_flops": self.peak.flops,
                 "seconds": seconds,
@@ -333,6 +342,13 @@ class Loop:
                 "loss_scale": totals.scale,
             },
         )
+
+    def _lengths(self, step: int) -> Counter[int] | None:
+        """With packing: how many documents of each length the sequences of `step` (from 1) were made of."""
+        if self.prepared.train_documents is None or not self.lead:
+            return None
+        ids = self.data.ids(step - 1, self.run_spec.batch.sequences).tolist()
+        return Counter(length for sample in ids for length in self.data.lengths(sample).tolist())
 
     def _validation_due(self, step: int) -> bool:
         every = self.run_spec.validation.every
