@@ -20,7 +20,7 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.presets import PRESETS
 from meshwright.spec.run import Batch, Data, RunSpec
 from meshwright.train.trainer import Trainer
-from meshwright.verify.unequal import UnequalData
+from meshwright.verify.unequal import proof_data
 
 LLAMA = ModelSpec(family="llama", vocab=33, hidden=16, layers=2, heads=4, kv_heads=2, ffn=24, max_seq=32)
 GPT2 = ModelSpec(family="gpt2", vocab=33, hidden=16, layers=2, heads=4, max_seq=32)
@@ -268,7 +268,7 @@ def test_no_peak_is_made_up() -> None:
 
 def computed_on(mesh: Mesh, run: RunSpec) -> int:
     """FLOPs that torch counts on a rank in a step."""
-    trainer, data = Trainer(run, mesh), UnequalData(run.model.vocab, run.data.seq_len, 1)
+    trainer, data = Trainer(run, mesh), proof_data(run)
     with FlopCounterMode(display=False, custom_mapping=UNKNOWN_TO_TORCH) as counter:
         trainer.accumulate(data, 0)
     return int(counter.get_total_flops())
@@ -295,6 +295,16 @@ def test_counted_on_context_ranks_is_what_torch_counts(ranks: Any, layout: dict[
     ]
     assert found == [foretold[laid_out.coordinates(rank)["cp"]] for rank in range(laid_out.world)]
     assert predict(run).flops.executed_per_step.total == sum(found)
+
+
+def test_context_ranks_leave_out_what_is_of_other_documents(ranks: Any) -> None:
+    """Ring and gather leave blocks out; rsa computes the scores of all."""
+    for method, less in (("ring", True), ("gather", True), ("rsa", False)):
+        layout = Layout(dp=1, cp=4, cp_method=method)  # type: ignore[arg-type]
+        data = Data(seq_len=16, packing="documents")
+        run = RunSpec(model=LLAMA, data=data, batch=Batch(sequences=4, micro=1), layout=layout)
+        found, most = ranks.run(4, computed_on, run, axes={"cp": 4}), predict(run).flops.executed_per_step.total
+        assert sum(found) < most if less else sum(found) == most, method
 
 
 def test_the_order_of_positions_decides_how_even_the_work_is() -> None:

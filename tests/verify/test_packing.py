@@ -155,6 +155,12 @@ def test_methods_and_orders(ranks: Any, method: str, order: str) -> None:
     prove(ranks, "window", {"cp": 2, "cp_order": order, "cp_method": method})
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_learned_positions(ranks: Any, order: str) -> None:
+    """Rotary ones only tell how far apart two tokens are, and so not where a document begins."""
+    prove(ranks, "gpt2, dropout", {"cp": 2, "cp_order": order})
+
+
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
@@ -226,8 +232,8 @@ def test_context_ranks_beside_others(ranks: Any, layout: dict[str, Any]) -> None
 
 
 def test_context_ranks_without_a_sequence(ranks: Any) -> None:
-    """They compute something of another length, which has no documents."""
-    prove(ranks, "llama", {"cp": 2, "dp": 2, "zero": 3}, sequences=1)
+    """In the second micro-batch they compute something of another length, which has no documents."""
+    prove(ranks, "llama", {"cp": 2, "dp": 2, "zero": 3}, sequences=5)
 
 
 def test_context_ranks_score_what_one_does(ranks: Any) -> None:
@@ -249,14 +255,15 @@ def fullest(mesh: Mesh, run: RunSpec) -> int:
     return peak(trainer, step).total
 
 
-def long_run(model: ModelSpec, layout: Layout, attention: Any = "sdpa") -> RunSpec:
+def long_run(model: ModelSpec, layout: Layout, attention: Any = "sdpa", seq_len: int = 128) -> RunSpec:
     return RunSpec(
-        model=model, data=Data(seq_len=128, packing="documents"), batch=Batch(sequences=3, micro=3), layout=layout,
+        model=model, data=Data(seq_len=seq_len, packing="documents"), batch=Batch(sequences=3, micro=3), layout=layout,
         device="cpu", checkpoint=Checkpoint(every=0), attention=attention,
     )  # fmt: skip
 
 
 DEEP = ModelSpec(family="llama", vocab=64, hidden=32, layers=4, heads=4, kv_heads=2, ffn=64, max_seq=128)
+NARROW = ModelSpec(family="llama", vocab=16, hidden=16, layers=1, heads=4, kv_heads=4, ffn=16, max_seq=256)
 WIDE = ModelSpec(family="gpt2", vocab=64, hidden=32, layers=4, heads=4, max_seq=128)
 
 
@@ -272,6 +279,6 @@ def test_the_peak_is_what_is_predicted(ranks: Any, attention: str, model: ModelS
 @pytest.mark.parametrize("method", METHODS)
 def test_the_peak_of_context_ranks_is_what_is_predicted(ranks: Any, method: str) -> None:
     """Masks are made for a call at a time, and documents of whole sequences are on every rank."""
-    run = long_run(DEEP, Layout(dp=1, cp=2, cp_method=method, zero_join=0))  # type: ignore[arg-type]
+    run = long_run(NARROW, Layout(dp=1, cp=2, cp_method=method, zero_join=0), seq_len=256)  # type: ignore[arg-type]
     for rank, found in enumerate(on_ranks(ranks, run, fullest)):
         assert found == pytest.approx(memory(run, run.layout, rank).total, rel=0.05)
