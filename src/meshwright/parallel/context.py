@@ -204,9 +204,7 @@ class Core(nn.Module):
         super().__init__()
         self.context, self.causal, self.window = context, causal, window
 
-    def mask(
-        self, length: int, dtype: torch.dtype, device: torch.device, documents: Tensor | None = None
-    ) -> None:
+    def mask(self, length: int, dtype: torch.dtype, device: torch.device, documents: Tensor | None = None) -> None:
         """None: blocks that need a mask have one of their own."""
         assert documents is None, "those of whole sequences are for the context to know"
 

@@ -80,7 +80,6 @@ class Loop:
         self.prepared = prepare_together(run, mesh.world_group, mesh.device, self.progress.message)
         self.data = Dataset(self.prepared.train, run.data.seq_len, run.seed, self.prepared.train_documents)
         self.held_out = self._held_out()
-        self._tell_documents()
         self._check_stop()
         mesh.blackbox.note("building the model")
         self.trainer = Trainer(run, mesh)
@@ -105,13 +104,6 @@ class Loop:
         except StoppedEarlyError:
             self.progress.message("stopped before the first step, as asked; there was nothing to save")
             raise
-
-    def _tell_documents(self) -> None:
-        if self.prepared.train_documents is None:
-            return
-        number = tokenfile.length(self.prepared.train_documents)
-        what = f"{number:,} documents" if number > 1 else "a single document, which nothing has to be kept apart from"
-        self.progress.message(f"packing: {self.run_spec.data.path} has {what}, to train on")
 
     def _held_out(self) -> Dataset | None:
         if self.prepared.held_out is None or not self.run_spec.validation.every:
@@ -250,6 +242,7 @@ class Loop:
         ):
             self._write_run()
             self._tell_restart(start)
+            self._tell_documents()
             if start >= self.run_spec.steps:
                 self.progress.message(f"nothing to do: step {start} of {self.run_spec.steps} is reached; raise steps")
             return self._steps(start)
@@ -261,6 +254,13 @@ class Loop:
         lost = "" if restart.seconds is None else f", {restart.seconds:.1f} s after the ranks before have ended"
         self.progress.message(f"warning: restart {restart.count}: goes on after step {start}{lost}")
         self.metrics.write(start, "restart", {"restarts": restart.count, "seconds": restart.seconds})
+
+    def _tell_documents(self) -> None:
+        if self.prepared.train_documents is None:
+            return
+        number, path = tokenfile.length(self.prepared.train_documents), self.run_spec.data.path
+        what = f"are {number:,} documents" if number > 1 else "are one document: nothing in them is kept apart"
+        self.progress.message(f"packing: the training tokens of {path} {what}")
 
     def _steps(self, start: int) -> int:
         if self._lacks_validation(start) and self._validate(start):

@@ -2,8 +2,8 @@
 
 A layout that averages averages, or counts a part twice, agrees with one device on equal parts. So here the number
 of valid targets differs by sequence and by half of a sequence, and one sequence in four has none at all. With packing
-documents are unequal too: of four sequences one is a single document, one has a border at every eighth and nowhere else,
-where parts of ranks end, and two have some anywhere, documents of one token among them.
+documents are unequal too: of four sequences one is a single document, one has a border at every eighth, where ranks'
+parts end, and nowhere else, and two have some anywhere, documents of one token among them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def proof_data(run: RunSpec) -> UnequalData:
 
 
 class UnequalData:
-    """A data set like the training one (`ids`, `batch`, `documents`), made from the seed: sample ids count up without end."""
+    """A data set like the training one, made from the seed: sample ids count up without end."""
 
     def __init__(self, vocab: int, seq_len: int, seed: int, *, packed: bool = False) -> None:
         self.vocab, self.seq_len, self.seed, self.packed = vocab, seq_len, seed, packed
