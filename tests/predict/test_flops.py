@@ -20,7 +20,7 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.presets import PRESETS
 from meshwright.spec.run import Batch, Data, RunSpec
 from meshwright.train.trainer import Trainer
-from meshwright.verify.unequal import UnequalData
+from meshwright.verify.unequal import proof_data
 
 LLAMA = ModelSpec(family="llama", vocab=33, hidden=16, layers=2, heads=4, kv_heads=2, ffn=24, max_seq=32)
 GPT2 = ModelSpec(family="gpt2", vocab=33, hidden=16, layers=2, heads=4, max_seq=32)
@@ -70,6 +70,7 @@ def count_of(
     batch: int = 3,
     seq: int = 8,
     dropout: str = "counter",
+    documents: torch.Tensor | None = None,
 ) -> tuple[int, int]:
     """FLOPs that torch counts in forward and in backward."""
     model = build(spec, attention=attention, loss=loss, dropout=dropout).train()  # type: ignore[arg-type]
@@ -79,7 +80,7 @@ def count_of(
         Recompute(model.blocks, every=layout.region(spec.layers), keep=layout.kept_operators, rng=dropout == "torch")
     tokens = torch.randint(spec.vocab, (batch, seq))
     with FlopCounterMode(display=False, custom_mapping=UNKNOWN_TO_TORCH) as counter:
-        value = model(tokens, tokens, dropout=DropoutKey(0, 0, torch.arange(batch)))
+        value = model(tokens, tokens, documents=documents, dropout=DropoutKey(0, 0, torch.arange(batch)))
         forward = counter.get_total_flops()
         value.backward()
     return forward, counter.get_total_flops() - forward
@@ -92,6 +93,25 @@ def test_counted_is_what_torch_counts(spec: ModelSpec, attention: str, loss: str
     expected = flops.counted(spec, batch=3, seq=8, attention=attention, loss=loss)  # type: ignore[arg-type]
     assert count_of(spec, attention, loss) == (expected.forward, expected.backward)
     assert expected.recompute == 0
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "explicit"])
+def test_documents_are_whole_squares_to_one_device(attention: str) -> None:
+    documents = torch.tensor([[0] * 8, [0, 1, 1, 1, 2, 2, 3, 3], [0] * 7 + [1]])
+    for spec in (LLAMA, SPECS["window"], SPECS["not causal"]):
+        expected = flops.counted(spec, batch=3, seq=8, attention=attention)  # type: ignore[arg-type]
+        assert count_of(spec, attention, "full", documents=documents) == (expected.forward, expected.backward)
+
+
+def test_documents_need_the_pairs_inside_them() -> None:
+    """Three of 4 tokens and one of 20 to a window of 3: 4·3 − 9/2 and 20·3 − 9/2 pairs, over 32 tokens."""
+    spec, lengths = SPECS["window"], {4: 3, 20: 1}
+    products = 3 * 4 * spec.layers * spec.heads * spec.head_width
+    linear = 6 * flops.linear_weights(spec)
+    assert flops.model_flops(spec, seq=32, documents=lengths) == linear + products * (3 * 7.5 + 55.5) / 32
+    assert flops.model_flops(spec, seq=32, documents={32: 5}) == flops.model_flops(spec, seq=32)
+    whole, packed = (flops.utilisation(LLAMA, 32, 1.0, 1.0, documents) for documents in (None, lengths))
+    assert linear < packed < whole
 
 
 RECOMPUTED = [
@@ -248,7 +268,7 @@ def test_no_peak_is_made_up() -> None:
 
 def computed_on(mesh: Mesh, run: RunSpec) -> int:
     """FLOPs that torch counts on a rank in a step."""
-    trainer, data = Trainer(run, mesh), UnequalData(run.model.vocab, run.data.seq_len, 1)
+    trainer, data = Trainer(run, mesh), proof_data(run)
     with FlopCounterMode(display=False, custom_mapping=UNKNOWN_TO_TORCH) as counter:
         trainer.accumulate(data, 0)
     return int(counter.get_total_flops())
@@ -275,6 +295,16 @@ def test_counted_on_context_ranks_is_what_torch_counts(ranks: Any, layout: dict[
     ]
     assert found == [foretold[laid_out.coordinates(rank)["cp"]] for rank in range(laid_out.world)]
     assert predict(run).flops.executed_per_step.total == sum(found)
+
+
+def test_context_ranks_leave_out_what_is_of_other_documents(ranks: Any) -> None:
+    """Ring and gather leave blocks out; rsa computes the scores of all."""
+    for method, less in (("ring", True), ("gather", True), ("rsa", False)):
+        layout = Layout(dp=1, cp=4, cp_method=method)  # type: ignore[arg-type]
+        data = Data(seq_len=16, packing="documents")
+        run = RunSpec(model=LLAMA, data=data, batch=Batch(sequences=4, micro=1), layout=layout)
+        found, most = ranks.run(4, computed_on, run, axes={"cp": 4}), predict(run).flops.executed_per_step.total
+        assert sum(found) < most if less else sum(found) == most, method
 
 
 def test_the_order_of_positions_decides_how_even_the_work_is() -> None:

@@ -269,3 +269,9 @@ def test_an_override_into_what_is_no_section(tmp_path: Path) -> None:
 
 def test_bytes_that_are_no_text() -> None:
     assert refusal("out=a\udce9b") == "command line: out: not UTF-8 text"
+
+
+def test_documents_and_frequencies_of_a_length() -> None:
+    scaled = "model.rope_scaling={kind: dynamic, factor: 2, original_max_seq: 64}"
+    told = refusal(scaled, "data.packing=documents")
+    assert "data.packing=documents does not go with dynamic rope_scaling" in told and "use data.packing=none" in told

@@ -52,3 +52,27 @@ def test_the_samples_that_a_validation_scores(tmp_path):
     # samples of two tokens: number 1 has the targets 2 and 1 after 0 and 2, number 2 has 1 and 0 after 1 and 1
     expected = -sum(math.log(p) for p in (2 / 6, 1 / 4, 1 / 4, 2 / 4)) / 4
     assert bigram_loss(train, held_out, 3, samples=[1, 2], seq_len=2) == pytest.approx(expected)
+
+
+def test_pairs_of_two_documents_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each document counted and scored by itself, whatever part of the file is read at once."""
+    texts = {"train": (b"the cat ", b"s", b"at on the mat"), "held": (b"that ", b"cat ran")}
+    paths = {}
+    for name, parts in texts.items():
+        paths[name] = tmp_path / f"{name}.npy"
+        np.save(paths[name], np.frombuffer(b"".join(parts), np.uint8))
+        lengths = [len(part) for part in parts]
+        np.save(tmp_path / f"{name}-documents.npy", np.cumsum([0, *lengths[:-1]]))
+    pairs = Counter(pair for part in texts["train"] for pair in pairwise(part))
+    firsts = Counter(first for first, _ in pairs.elements())
+    wanted = {
+        place: -math.log((pairs[a, b] + 1) / (firsts[a] + 200))
+        for place, (a, b) in enumerate(pairwise(b"that cat ran")) if place != 4
+    }  # fmt: skip
+    begins = tmp_path / "train-documents.npy", tmp_path / "held-documents.npy"
+    for chunk in (1, 3, 1 << 20):
+        monkeypatch.setattr(bigram, "_CHUNK", chunk)
+        loss = bigram_loss(paths["train"], paths["held"], 200, documents=begins)
+        assert loss == pytest.approx(sum(wanted.values()) / len(wanted), rel=1e-12)
+        part = bigram_loss(paths["train"], paths["held"], 200, samples=[1], seq_len=4, documents=begins)
+        assert part == pytest.approx(sum(wanted[place] for place in (5, 6, 7)) / 3, rel=1e-12)

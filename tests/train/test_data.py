@@ -82,3 +82,35 @@ def test_one_token_is_no_sample(tmp_path):
     np.save(tmp_path / "t.npy", np.zeros(1, dtype=np.uint8))
     with pytest.raises(UserError, match="holds 1 tokens"):
         Dataset(tmp_path / "t.npy", 4, seed=0)
+
+
+@pytest.fixture
+def packed(tokens):
+    """Documents of 3, 1, 6, 4 and 29 tokens: one ends within a sample, one is one token, one ends where a sample
+    does."""
+    path = tokens.with_name("tokens-documents.npy")
+    np.save(path, np.array([0, 3, 4, 10, 14], dtype=np.uint16))
+    return Dataset(tokens, 4, seed=0, documents=path)
+
+
+def test_the_last_token_of_a_document_has_no_target(packed):
+    """Also where it is the last of a sample: the first sample's is the document of one token."""
+    got, targets = packed.batch(torch.tensor([0, 1, 2, 3]))
+    assert got[0].tolist() == [100, 101, 102, 103]
+    assert targets.tolist() == [
+        [101, 102, IGNORE, IGNORE], [105, 106, 107, 108], [109, IGNORE, 111, 112], [113, IGNORE, 115, 116]
+    ]  # fmt: skip
+
+
+def test_the_document_of_each_position(packed):
+    """A document that goes on from the sample before is the first one; what pads the last sample is none of them."""
+    assert packed.documents(torch.tensor([0, 1, 2, 3, 4, 10])).tolist() == [
+        [0, 0, 0, 1], [0, 0, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1], [0, 0, 0, 0], [0, 0, 0, 1]
+    ]  # fmt: skip
+    assert packed.documents(torch.empty(0, dtype=torch.int64)).shape == (0, 4)
+    assert [packed.lengths(sample).tolist() for sample in (0, 1, 10)] == [[3, 1], [4], [3, 1]]
+
+
+def test_without_documents_there_are_none(tokens):
+    data = Dataset(tokens, 4, seed=0)
+    assert data.documents(torch.arange(3)) is None and data.lengths(10).tolist() == [4]

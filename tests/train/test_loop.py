@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import json
 import os
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from meshwright.comm.blackbox import BlackBox, read
+from meshwright.predict.flops import model_flops
 from meshwright.spec.errors import RunError, UserError
 from meshwright.spec.load import load_run
 from meshwright.spec.run import RunSpec
@@ -306,3 +308,23 @@ def test_a_step_to_go_on_from_must_be_there(folder):
         check_resume(run_of(f"checkpoint.resume={fine}"))
     with pytest.raises(UserError, match=r"checkpoint.resume=99: .*, only of 25, 50; name one of these, or auto"):
         check_resume(run_of("checkpoint.resume=99"))
+
+
+def test_documents_are_counted_and_utilisation_is_theirs(folder, ranks):
+    """Sixty texts of 5 tokens and a separator; attention inside such is less than over sequences of 16."""
+    shelf = folder / "shelf"
+    shelf.mkdir()
+    for index in range(60):
+        (shelf / f"{index}.txt").write_text(f"{index:05}")
+    packed = ("data={path: shelf, seq_len: 16, packing: documents, held_out: 0}", "steps=1", "checkpoint.every=0")
+    (code, counts, said), _ = ranks.run(2, life, run_of(*packed), folder)
+    assert code == 0 and "packing: the training tokens of shelf are 60 documents" in said
+    assert 6 * 16 * 3 // 4 < counts.tokens < 6 * 16  # two or three of a sequence's tokens end documents
+    figures = json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    rate = figures["tokens_per_second_per_device"] / figures["assumed_peak_flops"]
+    model = run_of(*packed).model
+    assert 0 < figures["model_flops_utilisation"] < rate * model_flops(model, seq=16)
+    assert figures["model_flops_utilisation"] > rate * model_flops(model, seq=1)
+    one = ("data={path: text.txt, seq_len: 16, packing: documents}", "steps=1", "out=other")
+    (_, _, said), _ = ranks.run(2, life, run_of(*one), folder)
+    assert "packing: the training tokens of text.txt are one document: nothing in them is kept apart" in said

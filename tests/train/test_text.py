@@ -16,7 +16,7 @@ import pytest
 from meshwright.spec.errors import UserError
 from meshwright.spec.run import Data
 from meshwright.train import tokenfile
-from meshwright.train.text import Prepared, prepare
+from meshwright.train.text import Prepared, digest, follow, prepare
 
 
 @pytest.fixture
@@ -292,6 +292,74 @@ def test_a_full_disk_leaves_no_file(book: Path, out: Path, monkeypatch: pytest.M
     with refused("out", "no space left"):
         prepare(data(book), 256, out)
     assert list(out.iterdir()) == []
+
+
+# -- where documents begin ------------------------------------------------------------------------------------------
+
+
+def packed(path: object, **fields: object) -> Data:
+    return data(path, packing="documents", **fields)
+
+
+def test_each_file_is_a_document_that_ends_with_its_separator(shelf: Path, out: Path) -> None:
+    made = prepare(packed(shelf, held_out=0), 256, out)
+    assert tokens(made.train_documents) == list(range(0, 50, 5))
+    assert made.held_out_documents is None
+    made = prepare(packed(shelf, held_out=0.2), 256, out)
+    assert tokens(made.train_documents) == list(range(0, 40, 5)) and len(tokens(made.train)) == 39
+    assert tokens(made.held_out_documents) == [0, 5]
+
+
+def test_a_document_that_the_held_out_end_parts_is_two(shelf: Path, out: Path) -> None:
+    made = prepare(packed(shelf, held_out=0.05), 256, out)  # the last 2 of 49 tokens
+    assert tokens(made.train_documents) == list(range(0, 50, 5)) and tokens(made.held_out_documents) == [0]
+
+
+def test_one_file_is_one_document(book: Path, out: Path) -> None:
+    made = prepare(packed(book, held_out=0.1), 256, out)
+    assert tokens(made.train_documents) == tokens(made.held_out_documents) == [0]
+
+
+def test_without_packing_nothing_is_beside_the_tokens(shelf: Path, out: Path) -> None:
+    """And the tokens are the same, so that a run may change its mind."""
+    plain, made = (prepare(asked, 256, out) for asked in (data(shelf, held_out=0.2), packed(shelf, held_out=0.2)))
+    assert plain.train_documents is None and plain.files == [plain.train, plain.held_out]
+    assert (plain.key, plain.train) == (made.key, made.train) and len(made.files) == 4
+    assert follow(packed(shelf, held_out=0.2), 256, out, made.key) == made
+    assert digest(plain) != digest(made)
+
+
+def test_damaged_beginnings_are_mended(shelf: Path, out: Path) -> None:
+    made = prepare(packed(shelf, held_out=0.2), 256, out)
+    assert made.train_documents is not None
+    whole, said = made.train_documents.read_bytes(), list[str]()
+    made.train_documents.write_bytes(whole[:-10] + b"!" + whole[-9:])
+    assert prepare(packed(shelf, held_out=0.2), 256, out, say=said.append) == made
+    assert len(said) == 1 and made.train_documents.read_bytes() == whole
+    made.train_documents.unlink()
+    assert follow(packed(shelf, held_out=0.2), 256, out, made.key) is None
+    assert prepare(packed(shelf, held_out=0.2), 256, out) == made and made.train_documents.exists()
+
+
+@pytest.mark.parametrize("held_out", [0, 0.1])
+def test_a_token_file_brings_its_documents(tmp_path: Path, out: Path, held_out: float) -> None:
+    path, beside = tmp_path / "ids.npy", tmp_path / "ids-documents.npy"
+    np.save(path, np.arange(50, dtype=np.uint8))
+    with refused("ids-documents.npy", "packing=none"):
+        prepare(packed(path, held_out=held_out), 50, out)
+    for wrong in ([1, 4], [0, 4, 4], [0, 50], [0, 9, 7]):
+        np.save(beside, np.array(wrong))
+        with refused("ids-documents.npy must hold", "50"):
+            prepare(packed(path, held_out=held_out), 50, out)
+    np.save(beside, np.array([0, 7, 46], dtype=np.uint16))
+    made = prepare(packed(path, held_out=held_out), 50, out)
+    if held_out:
+        assert tokens(made.train_documents) == [0, 7] and tokens(made.held_out_documents) == [0, 1]
+    else:
+        assert (made.train_documents, made.held_out_documents) == (beside, None)
+    assert follow(packed(path, held_out=held_out), 50, out, made.key) == made
+    np.save(beside, np.array([0, 8, 46], dtype=np.uint16))
+    assert prepare(packed(path, held_out=held_out), 50, out).key != made.key
 
 
 # -- files kept -----------------------------------------------------------------------------------------------------

@@ -66,6 +66,7 @@ def step(
     loss: str,
     layout: Layout = NONE,
     dropout: str = "counter",
+    packed: bool = False,
 ) -> SavedBytes:
     model = build(spec, attention=attention, loss=loss, dropout=dropout, dtype=dtype).train()  # type: ignore[arg-type]
     initialise_(model, 0)
@@ -74,7 +75,9 @@ def step(
         Recompute(model.blocks, every=every, keep=layout.kept_operators, rng=dropout == "torch")
     tokens = torch.randint(spec.vocab, (batch, seq))
     key = DropoutKey(0, 0, torch.arange(batch))
-    return measure(model, lambda: model(tokens, tokens, dropout=key).backward(), inputs=(tokens,))
+    documents = torch.randint(2, (batch, seq)).cumsum(-1) if packed else None
+    inputs = [tokens] if documents is None else [tokens, documents]
+    return measure(model, lambda: model(tokens, tokens, documents=documents, dropout=key).backward(), inputs=inputs)
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "float64": torch.float64}
@@ -89,11 +92,12 @@ def assert_agrees(
     loss: str,
     layout: Layout = NONE,
     dropout: str = "counter",
+    packed: bool = False,
 ) -> None:
-    measured = step(spec, batch, seq, dtype, attention, loss, layout, dropout)
+    measured = step(spec, batch, seq, dtype, attention, loss, layout, dropout, packed)
     foretold = activations.saved(
         spec, batch=batch, seq=seq, dtype_bytes=dtype.itemsize, attention=attention, loss=loss, dropout=dropout,
-        layout=layout,
+        layout=layout, packed=packed,
     )  # type: ignore[arg-type]  # fmt: skip
     assert compare(foretold, measured) == [], (batch, seq, layout)
     assert activations.total(foretold) == measured.total
@@ -134,6 +138,19 @@ def assert_agrees_with_recompute(spec: ModelSpec, attention: str, dtype: torch.d
         for batch, seq in ((1, 16), (2, 1), (1, 1)):
             assert_agrees(spec, batch, seq, dtype, attention, "full", layout, dropout)
     assert_agrees(spec, 3, 8, dtype, attention, "chunked", chosen[0], dropout)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "explicit"])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_prediction_is_the_measurement_with_documents(spec: ModelSpec, attention: str) -> None:
+    """A mask and rows of the rotary table for each sequence, kept once for all layers; with recompute too."""
+    if spec.rope_scaling is not None:
+        spec = spec.model_copy(update={"rope_scaling": None})
+    fused_drops = spec.attn_dropout > 0 and attention == "sdpa"
+    for layout in (NONE, RECOMPUTED["full"], RECOMPUTED["full, every 2"], RECOMPUTED["selective"]):
+        for batch, seq in ((3, 8), (1, 8), (2, 1)):
+            how = "torch" if fused_drops else "counter"
+            assert_agrees(spec, batch, seq, torch.float32, attention, "full", layout, how, packed=True)
 
 
 DROPPING = {

@@ -136,6 +136,9 @@ def _notes(run: RunSpec, layout: Layout) -> Iterable[str]:
     if layout.zero and shards(layout) == 1:
         why = "there is 1 data rank" if layout.state_ranks == 1 else "zero_shard=1 leaves each data rank by itself"
         yield f"layout.zero={layout.zero} shards nothing: {why}"
+    if run.data.packing == "documents":
+        most = "FLOPs are" if layout.cp == 1 else "FLOPs, also those executed, are"
+        yield f"data.packing=documents: model {most} those of sequences of one document each, the most they can be"
     if run.compile != "none":
         yield f"compile={run.compile}: the compiler chooses what a block keeps; activations are those of plain blocks"
 

@@ -16,14 +16,28 @@ from torch.autograd.function import once_differentiable
 from meshwright.model.dropout import Dropout, DropoutKey, TorchDropout
 
 
-def visible(length: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+def visible(
+    length: int,
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    causal: bool = True,
+    documents: Tensor | None = None,
+) -> Tensor:
     """What is added to scores [T, T]: 0 where a query (row) sees a key (column), −∞ elsewhere.
 
-    A query sees itself and earlier keys, the last `window` of them where a window is given.
+    A query sees itself and earlier keys, the last `window` of them where a window is given; not causal: all. Of
+    documents i64[B, T] it sees its own only, and the result is [B, 1, T, T].
     """
     hidden = torch.ones(length, length, dtype=torch.bool, device=device)
-    hidden = hidden.triu(1) if window is None else hidden.triu(1) | hidden.tril(-window)
-    return torch.zeros(length, length, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+    if causal:
+        hidden = hidden.triu(1) if window is None else hidden.triu(1) | hidden.tril(-window)
+    else:
+        hidden.zero_()
+    if documents is not None:
+        hidden = hidden | (documents[:, None, :, None] != documents[:, None, None, :])
+    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
 
 
 class Sdpa(nn.Module):
@@ -37,11 +51,13 @@ class Sdpa(nn.Module):
         super().__init__()
         self.causal, self.window, self.dropout = causal, window, dropout
 
-    def mask(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    def mask(
+        self, length: int, dtype: torch.dtype, device: torch.device, documents: Tensor | None = None
+    ) -> Tensor | None:
         """The mask that all blocks share: none where the kernel's own causal one does."""
-        if self.window is None or self.window >= length:
+        if documents is None and (self.window is None or self.window >= length):
             return None
-        return visible(length, self.window, dtype, device)
+        return visible(length, self.window, dtype, device, causal=self.causal, documents=documents)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: DropoutKey | None) -> Tensor:
         out = F.scaled_dot_product_attention(
@@ -67,8 +83,12 @@ class Explicit(nn.Module):
         super().__init__()
         self.causal, self.window, self.dropout = causal, window, dropout
 
-    def mask(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        return visible(length, self.window, dtype, device) if self.causal else None
+    def mask(
+        self, length: int, dtype: torch.dtype, device: torch.device, documents: Tensor | None = None
+    ) -> Tensor | None:
+        if documents is None and not self.causal:
+            return None
+        return visible(length, self.window, dtype, device, causal=self.causal, documents=documents)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: DropoutKey | None) -> Tensor:
         b, t, h, d = q.shape

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.model.attention import Explicit, Sdpa
+from meshwright.model.documents import positions_inside
 from meshwright.model.dropout import DropoutKey, dropout
 from meshwright.model.layers import Head
 from meshwright.spec.model import ModelSpec
@@ -39,7 +40,12 @@ class LanguageModel(nn.Module, ABC):
 
     @abstractmethod
     def context(
-        self, tokens: Tensor, positions: Tensor | None, length: int | None, dropout: DropoutKey | None
+        self,
+        tokens: Tensor,
+        positions: Tensor | None,
+        length: int | None,
+        documents: Tensor | None,
+        dropout: DropoutKey | None,
     ) -> tuple[Any, ...]:
         """Arguments of every block after the hidden states."""
 
@@ -61,16 +67,26 @@ class LanguageModel(nn.Module, ABC):
         *,
         positions: Tensor | None = None,
         length: int | None = None,
+        documents: Tensor | None = None,
         dropout: DropoutKey | None = None,
     ) -> Tensor:
         """Logits [B, T, V]; with targets the sum of token losses, 0-dim, in promote_types(dtype, float32).
 
         tokens, targets i64[B, T]; a target of loss.IGNORE does not count. positions i64[T] or [B, T], 0..T−1 by
         default, feed the position embedding only: causality follows the order of tokens. length: of the sequences that
-        given positions are of, where it is not 1 + the largest of them. dropout is needed in training where the spec
-        has dropout (ValueError without).
+        given positions are of, where it is not 1 + the largest of them. documents i64[B, T], ascending: the document of
+        each token, where several are packed into a sequence; tokens see their own only, and positions begin anew in
+        each, unless they are given. dropout is needed in training where the spec has dropout (ValueError without).
+
+        Raises ValueError for documents with dynamic rope_scaling: frequencies would be those of the whole sequence's
+        length, not of each document's.
         """
-        context = self.context(tokens, positions, length, dropout)
+        if documents is not None:
+            if self.spec.rope_scaling is not None and self.spec.rope_scaling.kind == "dynamic":
+                raise ValueError("documents do not go with dynamic rope_scaling, which depends on a sequence's length")
+            if positions is None:
+                positions, length = positions_inside(documents), tokens.size(1)
+        context = self.context(tokens, positions, length, documents, dropout)
         x = self.embed(tokens, positions, dropout)
         for block in self.blocks:
             x = block(x, *context)

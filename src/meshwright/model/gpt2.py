@@ -88,10 +88,15 @@ class GPT2(LanguageModel):
         return self.dropout(x, dropout)
 
     def context(
-        self, tokens: Tensor, positions: Tensor | None, length: int | None, dropout: DropoutKey | None
+        self,
+        tokens: Tensor,
+        positions: Tensor | None,
+        length: int | None,
+        documents: Tensor | None,
+        dropout: DropoutKey | None,
     ) -> tuple[Any, ...]:
         weight = self.embedding_weight()
-        return self.blocks[0].attn.core.mask(tokens.size(1), weight.dtype, weight.device), dropout
+        return self.blocks[0].attn.core.mask(tokens.size(1), weight.dtype, weight.device, documents), dropout
 
     def final_norm(self, x: Tensor) -> Tensor:
         return self.transformer.ln_f(x)

@@ -90,11 +90,16 @@ class Llama(LanguageModel):
         return self.model.embed_tokens(tokens)
 
     def context(
-        self, tokens: Tensor, positions: Tensor | None, length: int | None, dropout: DropoutKey | None
+        self,
+        tokens: Tensor,
+        positions: Tensor | None,
+        length: int | None,
+        documents: Tensor | None,
+        dropout: DropoutKey | None,
     ) -> tuple[Any, ...]:
         cos, sin = self.rotary(tokens.size(1) if positions is None else length, positions)
         weight = self.embedding_weight()
-        return cos, sin, self.blocks[0].self_attn.core.mask(tokens.size(1), weight.dtype, weight.device)
+        return cos, sin, self.blocks[0].self_attn.core.mask(tokens.size(1), weight.dtype, weight.device, documents)
 
     def final_norm(self, x: Tensor) -> Tensor:
         return self.model.norm(x)

@@ -204,9 +204,9 @@ class Core(nn.Module):
         super().__init__()
         self.context, self.causal, self.window = context, causal, window
 
-    def mask(self, length: int, dtype: torch.dtype, device: torch.device) -> None:
+    def mask(self, length: int, dtype: torch.dtype, device: torch.device, documents: Tensor | None = None) -> None:
         """None: blocks that need a mask have one of their own."""
-        return None
+        assert documents is None, "those of whole sequences are for the context to know"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: DropoutKey | None) -> Tensor:
         assert mask is None, "who sees whom is for the ranks together to say"

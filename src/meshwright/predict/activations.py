@@ -77,15 +77,17 @@ def storages(
     loss: Literal["full", "chunked"] = "full",
     dropout: Literal["counter", "torch"] = "counter",
     device: Literal["cpu", "cuda"] = "cpu",
+    packed: bool = False,
 ) -> Parts:
     """Those of `batch` sequences of `seq` tokens in training, on a tensor rank of `layout`; none for no batch.
 
     `dtype_bytes` are those of parameters and hidden states (float32: 4, float64: 8); statistics and loss are kept in
-    float32 at least, but for LayerNorm's on the CPU. "cuda" stands for any accelerator.
+    float32 at least, but for LayerNorm's on the CPU. "cuda" stands for any accelerator. packed: sequences are made of
+    documents.
     """
     if batch == 0:
         return Parts((), ((),) * spec.layers, (), ())
-    shapes = _Shapes(spec, layout or Layout(), batch, seq, dtype_bytes, attention, dropout, device)
+    shapes = _Shapes(spec, layout or Layout(), batch, seq, dtype_bytes, attention, dropout, device, packed)
     gpt2 = spec.family == "gpt2"
     block = shapes.gpt2_block if gpt2 else shapes.llama_block
     return Parts(
@@ -106,6 +108,7 @@ class Sizes(TypedDict, total=False):
     loss: Literal["full", "chunked"]
     dropout: Literal["counter", "torch"]
     device: Literal["cpu", "cuda"]
+    packed: bool
 
 
 def saved(spec: ModelSpec, layout: Layout | None = None, **sizes: Unpack[Sizes]) -> list[Saved]:
@@ -170,8 +173,9 @@ class _Shapes:
         attention: str,
         dropout: str,
         device: str,
+        packed: bool,
     ) -> None:
-        self.spec, self.layout, self.batch, self.size = spec, layout, batch, size
+        self.spec, self.layout, self.batch, self.size, self.packed = spec, layout, batch, size, packed
         self.length, self.seq = seq, seq // layout.cp  # of the sequences, and of this rank's part of each
         self.attention, self.dropout, self.cpu = attention, dropout, device == "cpu"
         tp = layout.tp
@@ -195,7 +199,7 @@ class _Shapes:
         yield from self._rms_norm(f"{at}.input_layernorm", "residual stream", self.hidden, self.mine)
         yield f"{at}.self_attn.q_proj", "normed input of q, k, v", self.hidden
         if i == 0:
-            where = "at this rank's positions" if self.layout.cp > 1 else "beyond the stored table"
+            where = "at the tokens' positions" if self._looked_up else "beyond the stored table"
             for what in ("cos", "sin"):  # one for all layers
                 yield Storage(f"{at}.self_attn", f"{what} {where}", self._table(), shared=True)
         for name, size, heads in (("q", self.q, self.heads), ("k", self.kv, self.kv_heads)):
@@ -223,16 +227,22 @@ class _Shapes:
 
     def _table(self) -> int:
         """Bytes of cos (and of sin) where they are no part of the stored table: that sequences are longer than, or of
-        which a context rank takes rows here and there."""
-        made = self.layout.cp > 1 or self.seq > rotary_length(self.spec, self.seq)
-        return self.seq * self.spec.head_width * self.wide if made else 0
+        which rows are taken here and there, for a context rank or, of each sequence others, for documents."""
+        made = self._looked_up or self.seq > rotary_length(self.spec, self.seq)
+        rows = self.tokens if self.packed else self.seq
+        return rows * self.spec.head_width * self.wide if made else 0
+
+    @property
+    def _looked_up(self) -> bool:
+        return self.packed or self.layout.cp > 1
 
     # -- GPT-2 ---------------------------------------------------------------------------------------------------
 
     def gpt2_embedding(self) -> Iterator[Row]:
         yield from self._words("transformer.wte")
         if self.layout.cp == 1:  # else they are given
-            yield "transformer.wpe", "positions", self.seq * 8  # of all, where a part is looked up too
+            # Of all, where a part is looked up too.
+            yield "transformer.wpe", "positions", (self.tokens if self.packed else self.seq) * 8
         yield from self._dropout("dropout", self.spec.embd_dropout, self.mine * self.spec.hidden)
 
     def gpt2_block(self, i: int) -> Iterator[Row]:
@@ -276,7 +286,7 @@ class _Shapes:
         if self.layout.cp > 1:
             return self._over_ranks(f"{at}.core", output)
         if self.attention == "sdpa" and self.spec.attn_dropout and self.cpu:
-            return self._unfused(f"{at}.core", output)
+            return self._unfused(f"{at}.core", layer, output)
         if self.attention == "sdpa":
             return self._fused(f"{at}.core", layer)
         return self._written_out(f"{at}.core", layer, output)
@@ -290,8 +300,12 @@ class _Shapes:
             yield Storage(core, "v", self.kv, "linear")
         yield Storage(core, "output", self.q, "attention")
         yield Storage(core, "log-sum of each softmax row", self.heads * self.tokens * self.wide, "attention")
-        if layer == 0 and self.spec.window is not None and self.spec.window < self.seq:
-            yield Storage(core, "window mask, shared by all layers", self.seq * self.seq * self.size, shared=True)
+        if layer == 0 and (self.packed or (self.spec.window is not None and self.spec.window < self.seq)):
+            yield Storage(core, "mask, shared by all layers", self._mask(), shared=True)
+
+    def _mask(self) -> int:
+        """Bytes of what all layers add to their scores: one square, or with documents one for each sequence."""
+        return (self.batch if self.packed else 1) * self.seq * self.seq * self.size
 
     def _over_ranks(self, core: str, output: str) -> Iterator[Row]:
         """With context ranks: the keys and values as they are sent in one, and what the method keeps."""
@@ -303,8 +317,10 @@ class _Shapes:
             behind = what == "output" and (it.over > 1 or it.method == "rsa")
             yield Storage(output if behind else core, what, size, by)
 
-    def _unfused(self, core: str, output: str) -> Iterator[Row]:
+    def _unfused(self, core: str, layer: int, output: str) -> Iterator[Row]:
         """What torch makes of its fused attention on the CPU where it is to drop weights; GPT-2 only."""
+        if layer == 0 and self.packed:
+            yield Storage(core, "mask, shared by all layers", self._mask(), saved=False, shared=True)
         narrow = self.size < self.wide
         wide = self.q // self.size * self.wide
         square = self.batch * self.heads * self.seq * self.seq * self.wide
@@ -328,9 +344,8 @@ class _Shapes:
     def _written_out(self, core: str, layer: int, output: str) -> Iterator[Row]:
         spec = self.spec
         square = self.batch * self.heads * self.seq * self.seq
-        if layer == 0 and spec.causal:
-            mask = self.seq * self.seq * self.size
-            yield Storage(core, "mask, shared by all layers", mask, saved=False, shared=True)
+        if layer == 0 and (spec.causal or self.packed):
+            yield Storage(core, "mask, shared by all layers", self._mask(), saved=False, shared=True)
         yield core, "q", self.q
         if spec.family == "gpt2":
             all_of_it = self.q + 2 * self.kv

@@ -180,6 +180,16 @@ def in_passing(it: Attention) -> int:
     return (2 * min(shifts, 2) + (shifts > 0)) * it.kv
 
 
+def mask(it: Attention, *, packed: bool) -> int:
+    """Bytes of the largest mask that a call adds to its scores, and of what is hidden, a byte each, that it is made of;
+    for each sequence with documents packed into it. Which calls need one depends on these; rsa hides without."""
+    if it.method == "rsa":
+        return 0
+    calls = [block for theirs in _plan(it, 0) for block in theirs]
+    masked = [block.pairs for block in calls if packed or block.mode == "masked"]
+    return (it.batch if packed else 1) * max(masked, default=0) * (it.size + 1)
+
+
 # -- what is computed -----------------------------------------------------------------------------------------------
 
 

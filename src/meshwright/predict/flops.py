@@ -9,10 +9,16 @@ embedding, which is a lookup; both count the head, tied or not.
 Backward is twice forward, so a whole forward once more would be a third of forward and backward. Recompute takes
 less: the head is never computed again, nor the last product of a region behind which nothing is saved, nor what is
 kept; and the fused attention's backward is two and a half times its forward.
+
+Documents packed into sequences change nothing in what one device executes, which computes whole squares and masks
+them. Context ranks leave out blocks that only queries and keys of different documents meet in, so `counted` is the most
+they execute. What the mathematics needs depends on the text: `model_flops` is told how long the documents are, or
+takes each sequence for one, which is the most.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -117,12 +123,24 @@ def visible_pairs(spec: ModelSpec, seq: int) -> float:
     return seq * width - width * width / 2
 
 
-def model_flops(spec: ModelSpec, *, seq: int) -> float:
-    """FLOPs a token of a sequence of `seq` tokens, forward and backward (twice forward), for utilisation."""
-    attention = 4 * spec.layers * spec.heads * spec.head_width * visible_pairs(spec, seq) / seq
+def model_flops(spec: ModelSpec, *, seq: int, documents: Mapping[int, int] | None = None) -> float:
+    """FLOPs a token of a sequence of `seq` tokens, forward and backward (twice forward), for utilisation.
+
+    documents: of sequences that they are packed into, how many there are of each length.
+    """
+    parts = documents or {seq: 1}
+    pairs = sum(number * visible_pairs(spec, length) for length, number in parts.items())
+    tokens = sum(number * length for length, number in parts.items())
+    attention = 4 * spec.layers * spec.heads * spec.head_width * pairs / tokens
     return 3 * (2 * linear_weights(spec) + attention)
 
 
-def utilisation(spec: ModelSpec, seq: int, tokens_per_second_per_device: float, peak: float) -> float:
+def utilisation(
+    spec: ModelSpec,
+    seq: int,
+    tokens_per_second_per_device: float,
+    peak: float,
+    documents: Mapping[int, int] | None = None,
+) -> float:
     """Model FLOPs utilisation: a device's `model_flops` a second over its `peak` FLOPs a second."""
-    return model_flops(spec, seq=seq) * tokens_per_second_per_device / peak
+    return model_flops(spec, seq=seq, documents=documents) * tokens_per_second_per_device / peak

@@ -54,14 +54,26 @@ def memory(run: RunSpec, layout: Layout, rank: int, device: Device | None = None
     """
     device = device or ("cpu" if run.device == "cpu" else "cuda")
     sequences = largest_micro(run.batch.sequences, layout.data_ranks, layout.coordinates(rank)["dp"], run.batch.micro)
-    tokens = run.data.seq_len // layout.cp
     fullest = max(moments(run, layout, sequences, cpu=device == "cpu"), key=lambda moment: moment.total)
     always = {
         **states(run, layout),
         "buffers": buffers(run),
-        "inputs": 8 * (2 * sequences + (layout.cp > 1)) * tokens,  # tokens, targets and given positions, int64
+        "inputs": 8 * _inputs(run, layout, sequences, device == "cpu"),
     }
     host = {"checkpoint copy": checkpoint_copy(run, layout, rank)}
     if layout.offload == "activations":
         host["offloaded activations"] = total(saved(run, layout, sequences, cpu=device == "cpu"))
     return Memory(rank, sequences, always | fullest.lines, fullest.what, device, host)
+
+
+def _inputs(run: RunSpec, layout: Layout, sequences: int, cpu: bool) -> int:
+    """Numbers, int64: tokens and targets; where a context rank's part of them is. With packing the documents, and of a
+    context rank's tokens the positions too; there the documents are those of whole sequences, on the host."""
+    length, packed = run.data.seq_len, run.data.packing == "documents"
+    tokens = length // layout.cp
+    found = 2 * sequences * tokens
+    if layout.cp > 1:
+        found += tokens + packed * sequences * (tokens + cpu * length)
+    elif packed:
+        found += sequences * tokens
+    return found

@@ -33,6 +33,7 @@ from typing import Literal
 from meshwright.predict import activations, reductions
 from meshwright.predict.alive import Alive
 from meshwright.predict.attention import beside, borrowed, shared
+from meshwright.predict.context import mask
 from meshwright.predict.params import tensors, units
 from meshwright.predict.states import DTYPE_BYTES, gradient_bytes, master_bytes, padded, shards
 from meshwright.spec.batch import micro_steps
@@ -77,6 +78,7 @@ def _sizes(run: RunSpec, sequences: int, cpu: bool) -> activations.Sizes:
         "loss": run.loss,
         "dropout": run.dropout,
         "device": "cpu" if cpu else "cuda",
+        "packed": run.data.packing == "documents",
     }
 
 
@@ -159,7 +161,7 @@ class _Step:
         if layout.cp > 1 and sequences:
             it = shared(self.spec, layout, batch=sequences, seq=run.data.seq_len, dtype_bytes=self.size)
             others.append(borrowed(it))
-            self.passing = beside(it, cpu=cpu)
+            self.passing = beside(it, cpu=cpu) + mask(it, packed=run.data.packing == "documents")
         self.kept = reductions.kept(run, layout, others) if cpu else None
         self.wholes = reductions.wholes(run, layout)
         self.alive = Alive(activations.storages(run.model, layout, **_sizes(run, sequences, cpu)), layout)
@@ -201,7 +203,8 @@ class _Step:
     def recompute(self, index: int) -> Iterator[Moment]:
         keep, explicit = self.layout.kept_operators, self.run.attention == "explicit"
         made = 0 if "attention" in keep else self.scores
-        masked = self.scores if explicit and self.spec.causal else 0  # torch masks its own in place
+        packed = self.run.data.packing == "documents"
+        masked = self.scores if explicit and (self.spec.causal or packed) else 0  # torch masks its own in place
         again = 0 if "softmax" in keep else self.scores
         places = {"scores": made + masked, "softmax": self.scores + again}
         if self.spec.attn_dropout:

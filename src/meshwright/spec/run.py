@@ -48,6 +48,11 @@ class Data(Part):
     held_out: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.05, description="part kept for validation: files, or the end of one file"
     )
+    packing: Literal["none", "documents"] = Field(
+        "none",
+        description="documents: attention and positions stay inside a text (a file), and the last token of each has no "
+        "target; none: sequences are cut from one stream of all texts",
+    )
 
 
 class Batch(Part):
@@ -187,6 +192,13 @@ class RunSpec(Part):
         for axis in ("tp", "cp"):
             if self.layout.size(axis) > 1:
                 self._in_parts(axis)
+        scaling = self.model.rope_scaling
+        if self.data.packing == "documents" and scaling is not None and scaling.kind == "dynamic":
+            raise ValueError(
+                "data.packing=documents does not go with dynamic rope_scaling, whose frequencies depend on the length "
+                "of what is attended to, and documents in one sequence have several; use data.packing=none, or another "
+                "rope_scaling"
+            )
         if self.reduce_dtype != "auto" and self.precision == "float64":
             raise ValueError("reduce_dtype does not go with precision=float64, which is for proofs; use auto")
         if self.model.family == "gpt2" and self.data.seq_len > self.model.max_seq:

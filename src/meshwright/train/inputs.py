@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from meshwright.model.base import LanguageModel
+from meshwright.model.documents import positions_inside
 from meshwright.model.dropout import DropoutKey
 from meshwright.spec.layout import Layout
 from meshwright.spec.sequence import spans
@@ -18,28 +19,36 @@ from meshwright.spec.sequence import spans
 
 @dataclass(frozen=True)
 class Inputs:
-    """tokens, targets i64[B, T]; positions i64[T] of these tokens in sequences of `length`, None where they are all."""
+    """tokens, targets i64[B, T] of this rank, of sequences of `length`.
+
+    places i64[T]: where in them these tokens are, None where they are all. positions: those that the model gives them,
+    i64[T], or [B, T] with documents, None where it finds them itself. documents: those of the whole sequences,
+    i64[B, length], None where each is one.
+    """
 
     tokens: Tensor
     targets: Tensor
+    places: Tensor | None = None
     positions: Tensor | None = None
     length: int = 0
+    documents: Tensor | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [t for t in (self.tokens, self.targets, self.positions) if t is not None]
+        found = (self.tokens, self.targets, self.places, self.positions, self.documents)
+        return [t for t in found if t is not None]
 
     def loss(self, model: LanguageModel, dropout: DropoutKey | None = None) -> Tensor:
-        """The sum of these tokens' losses, 0-dim."""
+        """The sum of these tokens' losses, 0-dim. Context ranks are told of documents by who calls this."""
         if self.positions is None:
-            loss: Tensor = model(self.tokens, self.targets, dropout=dropout)
+            loss: Tensor = model(self.tokens, self.targets, documents=self.documents, dropout=dropout)
         else:
             loss = model(self.tokens, self.targets, positions=self.positions, length=self.length, dropout=dropout)
         return loss
 
     def key(self, seed: int, step: int, rows: Tensor) -> DropoutKey:
         """What masks of these tokens depend on; rows i64[B]: the sequences' places in the global batch."""
-        return DropoutKey(seed, step, rows, self.positions, self.length)
+        return DropoutKey(seed, step, rows, self.places, self.length)
 
 
 class Share:
@@ -50,14 +59,17 @@ class Share:
         self.length, self.device = length, device
         self.spans = spans(length, layout.cp, place, layout.cp_order) if layout.cp > 1 else None
 
-    def of(self, tokens: Tensor, targets: Tensor) -> Inputs:
-        """Of whole sequences' tokens and targets, i64[B, length]."""
+    def of(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Inputs:
+        """Of whole sequences' tokens and targets, i64[B, length], and of their documents, if they are several."""
         if self.spans is None:
-            return Inputs(tokens.to(self.device), targets.to(self.device))
+            whole = None if documents is None else documents.to(self.device)
+            return Inputs(tokens.to(self.device), targets.to(self.device), documents=whole)
         runs = [(span.start, span.stop, span.step) for span in self.spans]
-        mine = (
-            torch.cat([whole[:, start:stop:step] for start, stop, step in runs], dim=1).to(self.device)
-            for whole in (tokens, targets)
-        )
-        positions = torch.cat([torch.arange(*run, device=self.device) for run in runs])
-        return Inputs(*mine, positions, self.length)
+
+        def mine(whole: Tensor) -> Tensor:
+            return torch.cat([whole[:, start:stop:step] for start, stop, step in runs], dim=1).to(self.device)
+
+        places = torch.cat([torch.arange(*run, device=self.device) for run in runs])
+        positions = places if documents is None else mine(positions_inside(documents))
+        # Who sees whom is decided on the host.
+        return Inputs(mine(tokens), mine(targets), places, positions, self.length, documents)

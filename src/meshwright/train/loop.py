@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from meshwright.spec.exits import OK
 from meshwright.spec.load import dump_run
 from meshwright.spec.run import RunSpec
 from meshwright.spec.words import join
-from meshwright.train import attempts, checkpoint, folders, manifestfile, state
+from meshwright.train import attempts, checkpoint, folders, manifestfile, state, tokenfile
 from meshwright.train.bigram import bigram_loss
 from meshwright.train.data import Dataset
 from meshwright.train.folders import check_resume
@@ -77,7 +78,7 @@ class Loop:
         self.progress = Progress(run.steps, quiet=quiet, lead=self.lead)
         mesh.blackbox.note("preparing data")
         self.prepared = prepare_together(run, mesh.world_group, mesh.device, self.progress.message)
-        self.data = Dataset(self.prepared.train, run.data.seq_len, run.seed)
+        self.data = Dataset(self.prepared.train, run.data.seq_len, run.seed, self.prepared.train_documents)
         self.held_out = self._held_out()
         self._check_stop()
         mesh.blackbox.note("building the model")
@@ -107,7 +108,9 @@ class Loop:
     def _held_out(self) -> Dataset | None:
         if self.prepared.held_out is None or not self.run_spec.validation.every:
             return None
-        return Dataset(self.prepared.held_out, self.run_spec.data.seq_len, self.run_spec.seed)
+        run, prepared = self.run_spec, self.prepared
+        assert prepared.held_out is not None
+        return Dataset(prepared.held_out, run.data.seq_len, run.seed, prepared.held_out_documents)
 
     def _resume(self) -> int:
         """The step to begin with: 0, or that of the checkpoint that the ranks go on from."""
@@ -239,6 +242,7 @@ class Loop:
         ):
             self._write_run()
             self._tell_restart(start)
+            self._tell_documents()
             if start >= self.run_spec.steps:
                 self.progress.message(f"nothing to do: step {start} of {self.run_spec.steps} is reached; raise steps")
             return self._steps(start)
@@ -250,6 +254,13 @@ class Loop:
         lost = "" if restart.seconds is None else f", {restart.seconds:.1f} s after the ranks before have ended"
         self.progress.message(f"warning: restart {restart.count}: goes on after step {start}{lost}")
         self.metrics.write(start, "restart", {"restarts": restart.count, "seconds": restart.seconds})
+
+    def _tell_documents(self) -> None:
+        if self.prepared.train_documents is None:
+            return
+        number, path = tokenfile.length(self.prepared.train_documents), self.run_spec.data.path
+        what = f"are {number:,} documents" if number > 1 else "are one document: nothing in them is kept apart"
+        self.progress.message(f"packing: the training tokens of {path} {what}")
 
     def _steps(self, start: int) -> int:
         if self._lacks_validation(start) and self._validate(start):
@@ -322,7 +333,7 @@ class Loop:
                 "tokens": self.counts.tokens,
                 "tokens_per_second_per_device": per_device,
                 "model_flops_utilisation": utilisation(
-                    self.run_spec.model, self.run_spec.data.seq_len, per_device, self.peak.flops
+                    self.run_spec.model, self.run_spec.data.seq_len, per_device, self.peak.flops, self._lengths(step)
                 ),
                 "assumed_peak_flops": self.peak.flops,
                 "seconds": seconds,
@@ -331,6 +342,13 @@ class Loop:
                 "loss_scale": totals.scale,
             },
         )
+
+    def _lengths(self, step: int) -> Counter[int] | None:
+        """With packing: how many documents of each length the sequences of `step` (from 1) were made of."""
+        if self.prepared.train_documents is None or not self.lead:
+            return None
+        ids = self.data.ids(step - 1, self.run_spec.batch.sequences).tolist()
+        return Counter(length for sample in ids for length in self.data.lengths(sample).tolist())
 
     def _validation_due(self, step: int) -> bool:
         every = self.run_spec.validation.every
@@ -437,9 +455,10 @@ class Loop:
         if self.validation_loss is not None and self.held_out is not None and self.prepared.held_out is not None:
             lines.append(f"validation loss {self.validation_loss:.4f} nats a token")
             data, samples = self.run_spec.data, self.held_out.spread(self.run_spec.validation.sequences).tolist()
+            begins = self.prepared.train_documents, self.prepared.held_out_documents
             baseline = bigram_loss(
                 self.prepared.train, self.prepared.held_out, self.run_spec.model.vocab,
-                samples=samples, seq_len=data.seq_len,
+                samples=samples, seq_len=data.seq_len, documents=begins if begins[0] and begins[1] else None,
             )  # fmt: skip
             if baseline is not None:
                 lines.append(f"bigrams         {baseline:.4f} on the same held-out text, counted on the training text")

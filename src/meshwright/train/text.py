@@ -7,7 +7,7 @@ import json
 import os
 import stat
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -28,7 +28,8 @@ _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests",
 class Prepared:
     """Token files, 1-D .npy of integers below the vocabulary, and the words they stand for.
 
-    `key`, 64 bits, tells what they were made from: equal keys on one machine are equal files.
+    `key`, 64 bits, tells what they were made from: equal keys on one machine are equal files. With packing, of each
+    also the file that says where its documents begin.
     """
 
     key: int
@@ -37,6 +38,14 @@ class Prepared:
     tokenizer: str
     train_tokens: int
     held_out_tokens: int
+    train_documents: Path | None = None
+    held_out_documents: Path | None = None
+
+    @property
+    def files(self) -> list[Path]:
+        """All of them."""
+        found = (self.train, self.held_out, self.train_documents, self.held_out_documents)
+        return [path for path in found if path is not None]
 
     def encode(self, text: str) -> list[int]:
         return load_tokenizer(self.tokenizer).encode(text).tolist()
@@ -75,6 +84,9 @@ def prepare(
     any number of processes may prepare the same data at once. Documents are separated by byte 0 or the tokenizer's
     end-of-text token. Memory: one file's tokens; where the end is held out, all tokens.
 
+    With packing each file is a document, and the separator behind it its last token; of a token file the file beside it
+    says where they begin (`tokenfile.starts_beside`).
+
     What is reused is read through, and made again where its content is damaged, which `say` is told; without `check`
     only its length is looked at.
 
@@ -87,8 +99,8 @@ def prepare(
     files = _find(data.path, folder)
     key = _key(data, vocab, tokenizer, files)
     train, held_out = _names(data, folder, key)
-    if not _reusable(train, held_out, check, say):
-        _tokenise(files, tokenizer, data.held_out, train, held_out)
+    if not _reusable(data, train, held_out, check, say):
+        _tokenise(data, files, tokenizer, train, held_out)
     return _prepared(data, data.tokenizer, key, train, held_out)
 
 
@@ -98,14 +110,15 @@ def follow(data: Data, vocab: int, folder: Path, key: int) -> Prepared | None:
     train, held_out = _names(data, folder, key)
     if _is_tokens(data) and held_out is None:
         train = Path(data.path)
-        found = train.exists() and _key(data, vocab, load_tokenizer(name), [_single_tokens(train)]) == key
+        there = all(path.exists() for path in _with_starts(data, train))
+        found = there and _key(data, vocab, load_tokenizer(name), _tokens_of(data)) == key
         return _prepared(data, name, key, train, None) if found else None
-    return _prepared(data, name, key, train, held_out) if _whole(train, held_out) else None
+    return _prepared(data, name, key, train, held_out) if _whole(data, train, held_out) else None
 
 
 def digest(prepared: Prepared) -> int:
     """64 bits of what the token files hold, the same on every machine. Reads them through."""
-    parts = [tokenfile.digest(path) for path in (prepared.train, prepared.held_out) if path is not None]
+    parts = [tokenfile.digest(path) for path in prepared.files]
     return int.from_bytes(hashlib.blake2b(b"".join(parts), digest_size=8).digest(), "little", signed=True)
 
 
@@ -201,30 +214,49 @@ def _words(error: OSError) -> str:
     return (error.strerror or str(error)).lower()
 
 
-def _tokenise(files: Sequence[_File], tokenizer: Tokenizer, held_out: float, train: Path, held: Path | None) -> None:
+def _tokenise(data: Data, files: Sequence[_File], tokenizer: Tokenizer, train: Path, held: Path | None) -> None:
     """Write `files` as tokens to `train`, and the held-out part of them to `held`."""
     dtype = tokenfile.smallest(tokenizer.size - 1)
     if held is None:
-        tokenfile.write(train, _documents(files, tokenizer), dtype)
+        _write(data, train, _documents(files, tokenizer), dtype)
         return
     # Beyond one half it is the training files that are every k-th.
-    rest = held_out > 0.5
-    k = round(1 / (1 - held_out if rest else held_out))
+    rest = data.held_out > 0.5
+    k = round(1 / (1 - data.held_out if rest else data.held_out))
     if len(files) < max(k, 2):
-        tokens = np.concatenate([part.astype(dtype) for part in _documents(files, tokenizer)])
-        _cut(tokens, held_out, train, held, dtype)
+        documents = [part.astype(dtype) for part in _documents(files, tokenizer)]
+        starts = _starts([len(part) for part in documents])
+        _cut(data, np.concatenate(documents), starts, train, held, dtype)
         return
     chosen = [(index % k == k - 1) != rest for index in range(len(files))]
     for path, wanted in ((held, True), (train, False)):
         part = [file for file, out in zip(files, chosen, strict=True) if out == wanted]
-        tokenfile.write(path, _documents(part, tokenizer), dtype)
+        _write(data, path, _documents(part, tokenizer), dtype)
+
+
+def _write(data: Data, path: Path, documents: Iterable[NDArray[np.integer]], dtype: np.dtype) -> None:
+    """Write `documents`, each a document's tokens, to `path`, and with packing beside it where they begin."""
+    lengths = []
+
+    def parts() -> Iterator[NDArray[np.integer]]:
+        for part in documents:
+            lengths.append(len(part))
+            yield part
+
+    tokenfile.write(path, parts(), dtype)
+    for beside in _starts_files(data, path):
+        tokenfile.write(beside, [_starts(lengths)], np.dtype(np.int64))
+
+
+def _starts(lengths: Sequence[int]) -> NDArray[np.int64]:
+    """Where documents of these lengths begin, one after the other; those without a token are none."""
+    full = np.array([length for length in lengths if length], dtype=np.int64)
+    return np.cumsum(full) - full
 
 
 def _documents(files: Sequence[_File], tokenizer: Tokenizer) -> Iterator[NDArray[np.integer]]:
-    """The tokens of each file, and between two files the separator."""
+    """The tokens of each file, and behind all but the last the separator."""
     for index, file in enumerate(files):
-        if index and tokenizer.separator is not None:
-            yield np.array([tokenizer.separator])
         try:
             content = file.path.read_bytes()
         except OSError as error:
@@ -236,6 +268,8 @@ def _documents(files: Sequence[_File], tokenizer: Tokenizer) -> Iterator[NDArray
                 f"data.path: {file.path} is not UTF-8 text, byte {error.start} cannot be read; "
                 "convert it, leave it out, or use data.tokenizer=bytes"
             ) from None
+        if tokenizer.separator is not None and index < len(files) - 1:
+            tokens = np.append(tokens, np.array([tokenizer.separator], dtype=tokens.dtype))
         yield tokens
 
 
@@ -248,7 +282,10 @@ def _from_tokens(data: Data, vocab: int, folder: Path, check: bool, say: Callabl
     tokenizer = load_tokenizer(name)
     source = Path(data.path)
     tokens = tokenfile.open_tokens(source)
-    key = _key(data, vocab, tokenizer, [_single_tokens(source)])
+    starts = None
+    for beside in _starts_files(data, source):
+        starts = tokenfile.open_starts(beside, len(tokens))
+    key = _key(data, vocab, tokenizer, _tokens_of(data))
     train, held_out = _names(data, folder, key)
     if held_out is None:
         # The ids of a long file are read through once, not by each rank: an empty file says that they fit.
@@ -257,14 +294,15 @@ def _from_tokens(data: Data, vocab: int, folder: Path, check: bool, say: Callabl
             _check_ids(data.path, tokens, vocab)
             tokenfile.write(checked, [], np.dtype(np.uint8))
         return _prepared(data, name, key, source, None)
-    if not _reusable(train, held_out, check, say):
+    if not _reusable(data, train, held_out, check, say):
         _check_ids(data.path, tokens, vocab)
-        _cut(tokens, data.held_out, train, held_out, tokenfile.smallest(vocab - 1))
+        _cut(data, tokens, starts, train, held_out, tokenfile.smallest(vocab - 1))
     return _prepared(data, name, key, train, held_out)
 
 
-def _single_tokens(source: Path) -> _File:
-    return _File.of(source.name, source, source.stat())
+def _tokens_of(data: Data) -> list[_File]:
+    """The token file that a user named, and with packing the one beside it."""
+    return [_File.of(path.name, path, path.stat()) for path in _with_starts(data, Path(data.path))]
 
 
 def _check_ids(path: str, tokens: NDArray[np.integer], vocab: int) -> None:
@@ -278,11 +316,25 @@ def _check_ids(path: str, tokens: NDArray[np.integer], vocab: int) -> None:
         )
 
 
-def _cut(tokens: NDArray[np.integer], held_out: float, train: Path, held: Path, dtype: np.dtype) -> None:
-    """Write the last `held_out` part of `tokens` to `held` and what is before it to `train`."""
-    cut = len(tokens) - round(len(tokens) * held_out)
+def _cut(
+    data: Data,
+    tokens: NDArray[np.integer],
+    starts: NDArray[np.integer] | None,
+    train: Path,
+    held: Path,
+    dtype: np.dtype,
+) -> None:
+    """Write the last `held_out` part of `tokens` to `held` and what is before it to `train`; with packing where
+    documents begin in each, of which the cut may part one."""
+    cut = len(tokens) - round(len(tokens) * data.held_out)
     tokenfile.write(held, tokenfile.chunks(tokens[cut:]), dtype)
     tokenfile.write(train, tokenfile.chunks(tokens[:cut]), dtype)
+    for path, low, high in ((held, cut, len(tokens)), (train, 0, cut)):
+        for beside in _starts_files(data, path):
+            assert starts is not None
+            inside = np.asarray(starts[(starts > low) & (starts < high)], dtype=np.int64) - low
+            first = [np.zeros(min(high - low, 1), dtype=np.int64)]
+            tokenfile.write(beside, [*first, inside], np.dtype(np.int64))
 
 
 # -- files kept -----------------------------------------------------------------------------------------------------
@@ -303,14 +355,25 @@ def _names(data: Data, folder: Path, key: int) -> tuple[Path, Path | None]:
     return folder / f"{name}-train.npy", folder / f"{name}-held-out.npy" if data.held_out else None
 
 
-def _whole(train: Path, held_out: Path | None) -> bool:
-    return all(tokenfile.is_whole(path) for path in (train, held_out) if path is not None)
+def _starts_files(data: Data, tokens: Path) -> list[Path]:
+    """With packing the file beside `tokens` that says where documents begin."""
+    return [tokenfile.starts_beside(tokens)] if data.packing == "documents" else []
 
 
-def _reusable(train: Path, held_out: Path | None, check: bool, say: Callable[[str], None]) -> bool:
-    if not _whole(train, held_out):
+def _with_starts(data: Data, *tokens: Path | None) -> list[Path]:
+    """The token files that there are, and those beside them."""
+    there = [path for path in tokens if path is not None]
+    return there + [beside for path in there for beside in _starts_files(data, path)]
+
+
+def _whole(data: Data, train: Path, held_out: Path | None) -> bool:
+    return all(tokenfile.is_whole(path) for path in _with_starts(data, train, held_out))
+
+
+def _reusable(data: Data, train: Path, held_out: Path | None, check: bool, say: Callable[[str], None]) -> bool:
+    if not _whole(data, train, held_out):
         return False
-    damaged = [path for path in (train, held_out) if path is not None and check and not tokenfile.is_sound(path)]
+    damaged = [path for path in _with_starts(data, train, held_out) if check and not tokenfile.is_sound(path)]
     for path in damaged:
         say(f"warning: {path} is damaged: its content is not what was written; it is made again")
     return not damaged
@@ -331,4 +394,5 @@ def _prepared(data: Data, tokenizer: str, key: int, train: Path, held_out: Path 
             f"data.held_out: {data.held_out} of {data.path} is {held_out_tokens} tokens, validation takes 2 or more; "
             "use a larger part or a longer text, or data.held_out=0"
         )
-    return Prepared(key, train, held_out, tokenizer, train_tokens, held_out_tokens)
+    beside = [next(iter(_starts_files(data, path)), None) if path else None for path in (train, held_out)]
+    return Prepared(key, train, held_out, tokenizer, train_tokens, held_out_tokens, *beside)

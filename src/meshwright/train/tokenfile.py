@@ -74,6 +74,32 @@ def open_tokens(path: Path) -> NDArray[np.integer]:
     return np.load(path, mmap_mode="r", allow_pickle=False)
 
 
+def starts_beside(tokens: Path) -> Path:
+    """The file that says where documents begin in the token file `tokens`: "ids-documents.npy" beside "ids.npy".
+
+    1-D, integers: the place of each document's first token, ascending from 0.
+    """
+    return tokens.with_name(f"{tokens.stem}-documents.npy")
+
+
+def open_starts(path: Path, tokens: int) -> NDArray[np.integer]:
+    """Where documents begin in `tokens` tokens, as a user says, memory-mapped. Raises UserError for what cannot be."""
+    if not path.exists():
+        raise UserError(
+            f"data.packing: documents of a .npy token file begin where {path} says, and there is none; save the place "
+            "of each one's first token there, ascending from 0, or use data.packing=none"
+        )
+    starts = open_tokens(path)
+    ascends = all(bool((starts[at + 1 : at + 1 + CHUNK] > starts[at : at + CHUNK][: len(starts) - at - 1]).all())
+                  for at in range(0, len(starts), CHUNK))  # fmt: skip
+    if int(starts[0]) or not ascends or int(starts[-1]) >= tokens:
+        raise UserError(
+            f"data.packing: {path} must hold the place of each document's first token, ascending from 0 and below the "
+            f"{tokens} tokens that there are; write it again, or use data.packing=none"
+        )
+    return starts
+
+
 def _header(stream: BinaryIO) -> tuple[tuple[int, ...], np.dtype, int]:
     """Shape, dtype and the offset of the data. Raises ValueError for what is no .npy file."""
     version = npy.read_magic(stream)

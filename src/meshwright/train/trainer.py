@@ -34,7 +34,7 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.layout import STATE_AXES, Layout
 from meshwright.spec.run import NOTHING_TO_OFFLOAD, RunSpec
 from meshwright.train.data import Dataset
-from meshwright.train.inputs import Share
+from meshwright.train.inputs import Inputs, Share
 from meshwright.train.lossscale import LossScale
 from meshwright.train.lr import lr_at
 from meshwright.train.optimizer import FlatAdamW
@@ -137,7 +137,7 @@ class Trainer:
             if _torch_drops(self.run):
                 seed_torch(self.run.seed, step, group.rank, index)
             if places:
-                inputs = self.share.of(*data.batch(ids[places.start : places.stop]))
+                inputs = self.inputs(data, ids[places.start : places.stop])
                 rows = torch.arange(places.start, places.stop, device=self.mesh.device)
                 with self._saving(*inputs.tensors):
                     loss = inputs.loss(self.model, inputs.key(self.run.seed, step, rows))
@@ -153,6 +153,7 @@ class Trainer:
             if loss is not None:
                 (loss if scale == 1.0 else loss * scale).backward()
             self.sharded.end_micro()
+        self._tell_documents(None)
         norm = self._global_norm()
         assert pending is not None
         pending.wait()
@@ -193,22 +194,30 @@ class Trainer:
             self.mesh.blackbox.tick()
             places = mine[index * self.run.batch.micro : (index + 1) * self.run.batch.micro]
             if places:
-                inputs = self.share.of(*data.batch(ids[places.start : places.stop]))
+                inputs = self.inputs(data, ids[places.start : places.stop])
                 totals[0] += inputs.loss(self.model)
                 totals[1] += (inputs.targets != IGNORE).sum()
             elif self.sharded.every_rank_computes:
                 self.compute_nothing(0)
+        self._tell_documents(None)
         totals[:2].mul_(self._speaks)
         totals[2] = stop()
         self._everybody.all_reduce(totals, reason="validation.metrics", phase="forward")
         loss_sum, tokens_seen, stops = totals.tolist()
         return Totals(loss_sum, int(tokens_seen), stops)
 
+    def inputs(self, data: Dataset, ids: Tensor) -> Inputs:
+        """This rank's part of the samples `ids`, of whose documents its attention over ranks then knows."""
+        found = self.share.of(*data.batch(ids), data.documents(ids))
+        self._tell_documents(found.documents)
+        return found
+
     def compute_nothing(self, step: int) -> Tensor:
         """The loss of tokens that do not count: what a rank computes where the others have a micro-batch and it
         has none, so that it takes part in their gathers and adds nothing to their sums."""
         tokens = torch.zeros(1, grain(self.run.layout), dtype=torch.int64)  # one for each part of the sequence
         inputs = self.share_of(tokens.size(1)).of(tokens, torch.full_like(tokens, IGNORE))
+        self._tell_documents(None)
         rows = torch.zeros(1, dtype=torch.int64, device=self.mesh.device)
         return inputs.loss(self.model, inputs.key(self.run.seed, step, rows))
 
@@ -220,12 +229,12 @@ class Trainer:
         """
         share = self.share_of(tokens.size(1))
         part = share.of(tokens, tokens)
-        if part.positions is None:
+        if part.places is None:
             whole: Tensor = self.model(part.tokens)
             return whole[0, place]
         mine: Tensor = self.model(part.tokens, positions=part.positions, length=part.length)
         # Zero but on the rank that holds the token: so no rank need know which one that is.
-        found = torch.where((part.positions == place)[:, None], mine[0], 0).sum(dim=0)
+        found = torch.where((part.places == place)[:, None], mine[0], 0).sum(dim=0)
         self.mesh.group("cp").all_reduce(found, reason="cp.logits", phase="forward")
         return found
 
@@ -238,6 +247,11 @@ class Trainer:
         for sender in (self.line, self.context):
             if sender is not None:
                 sender.micro = index
+
+    def _tell_documents(self, documents: Tensor | None) -> None:
+        """Let attention over ranks know the documents of whole sequences, until the backward that asks for them."""
+        if self.context is not None and (documents is not None or self.context.documents is not None):
+            self.context.documents = documents
 
     @property
     def alone(self) -> bool:

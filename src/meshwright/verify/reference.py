@@ -60,7 +60,8 @@ def _step(
     valid = int((targets != IGNORE).sum())
     total = 0.0
     for rows in torch.arange(len(ids)).split(max(run.batch.micro, 1)):
-        loss = model(*data.batch(ids[rows]), dropout=DropoutKey(run.seed, step, rows)) / max(valid, 1)
+        key, documents = DropoutKey(run.seed, step, rows), data.documents(ids[rows])
+        loss = model(*data.batch(ids[rows]), documents=documents, dropout=key) / max(valid, 1)
         loss.backward()
         total += float(loss.detach())
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

@@ -74,7 +74,7 @@ def _saved_activations(trainer: Trainer, data: UnequalData | Dataset) -> list[Ke
             trainer.compute_nothing(0)
         return []
     ids = data.ids(0, run.batch.sequences)
-    inputs = trainer.share.of(*data.batch(ids[places.start : places.stop]))
+    inputs = trainer.inputs(data, ids[places.start : places.stop])
     key = inputs.key(run.seed, 0, torch.arange(places.start, places.stop, device=trainer.mesh.device))
     trainer.model.train()
     weights = [unit.parameters for unit in trainer.sharded.units]  # at ZeRO 3 not yet the module's parameters
