@@ -21,6 +21,7 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.presets import PRESETS
 from meshwright.spec.run import Batch, Checkpoint, Data, RunSpec
+from meshwright.spec.traffic import lent_to_sum
 
 LLAMA = ModelSpec(
     family="llama", vocab=101, hidden=24, layers=3, heads=4, kv_heads=2, head_dim=10, ffn=28, max_seq=64, qk_norm=True
@@ -170,7 +171,8 @@ def test_only_the_cpu_keeps_a_buffer_for_what_is_scattered() -> None:
     run = RunSpec(model=LLAMA, data=Data(seq_len=T), batch=Batch(sequences=B, micro=B))
     assert kept(run, SP, [[1000]]) == 1000
     assert memory(run, SP, 0, "cpu").categories["reductions"] == B * T * D * 4
-    assert memory(run, TP, 0, "cpu").categories["reductions"] == 0
+    assert memory(run, TP, 0, "cpu").categories["reductions"] == lent_to_sum(TP.tp, B * T * D * 4)
+    assert memory(run, TP, 0, "cuda").categories["reductions"] == 0
     assert memory(run, SP, 0, "cuda").categories["reductions"] == 0
 
 

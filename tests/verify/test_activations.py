@@ -76,6 +76,8 @@ def step(
     tokens = torch.randint(spec.vocab, (batch, seq))
     key = DropoutKey(0, 0, torch.arange(batch))
     documents = torch.randint(2, (batch, seq)).cumsum(-1) if packed else None
+    if spec.family == "llama":
+        model.rotary(seq)  # the table has grown as long as it gets
     inputs = [tokens] if documents is None else [tokens, documents]
     return measure(model, lambda: model(tokens, tokens, documents=documents, dropout=key).backward(), inputs=inputs)
 

@@ -432,8 +432,8 @@ def positions_of_the_part(mesh):
     """Every rank counts its tokens from 0."""
     of = Share.of
 
-    def wrong(self, tokens, targets):
-        found = of(self, tokens, targets)
+    def wrong(self, tokens, targets, documents=None):
+        found = of(self, tokens, targets, documents)
         return replace(found, positions=torch.arange(found.tokens.size(1)))
 
     return mock.patch.object(Share, "of", wrong)
@@ -443,8 +443,8 @@ def targets_made_after_cutting(mesh):
     """The last of each run gets the first of the next one that the rank has, and not the one that follows it."""
     of = Share.of
 
-    def wrong(self, tokens, targets):
-        found = of(self, tokens, targets)
+    def wrong(self, tokens, targets, documents=None):
+        found = of(self, tokens, targets, documents)
         shifted = torch.cat((found.tokens[:, 1:], torch.full_like(found.tokens[:, :1], IGNORE)), dim=1)
         return replace(found, targets=torch.where(found.targets == IGNORE, IGNORE, shifted))
 
