@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from meshwright.comm.mesh import Mesh
-from meshwright.parallel.context import ring_attention
+from meshwright.parallel.context import attend, gathered_attention, ring_attention, rsa_attention
+from meshwright.parallel.sight import Context
 from meshwright.spec.errors import UserError
 from parallel.sequences import FUNCTIONS, Case, hold, influence, mine
 
@@ -125,3 +126,83 @@ def test_parts_that_no_sequence_has_are_refused_in_words(ranks):
             "cp: a sequence of 4 cannot be cut into 8 equal chunks for cp=4 (zigzag); use 8",
             "cp: documents [0, 8, 16] must ascend from 0 to the length, 24",
         ]
+
+
+def told_anew(mesh):
+    """Attention by one context that serves several documents, causal or not; and by fresh ones."""
+    generator = torch.Generator().manual_seed(mesh.rank)
+    q, k, v = (torch.randn(1, 4, 2, 8, dtype=torch.float64, generator=generator) for _ in range(3))
+    context = Context(mesh, method="ring", order="zigzag")
+    pairs = []
+    for begins in (3, 6):
+        ids = (torch.arange(8) >= begins).long()
+        context.documents = ids
+        fresh = ring_attention(q, k, v, mesh, documents=ids)
+        pairs.append((attend(context, q, k, v, causal=True, window=None), fresh))
+    context.documents = None
+    for packed in ((0, 4, 8), None):
+        context.packed = packed
+        fresh = ring_attention(q, k, v, mesh, packed=packed)
+        pairs.append((attend(context, q, k, v, causal=True, window=None), fresh))
+    fresh = ring_attention(q, k, v, mesh, causal=False)
+    pairs.append((attend(context, q, k, v, causal=False, window=None), fresh))
+    return pairs
+
+
+def test_a_context_is_told_anew(ranks):
+    for pairs in ranks.run(2, told_anew, axes={"cp": 2}):
+        assert all(torch.equal(*pair) for pair in pairs)
+        assert not any(torch.equal(pairs[0][0], other) for other, _ in pairs[1:])
+
+
+def borrowed(mesh):
+    """Bytes kept for collectives after two, and after six, forward and backward passes."""
+    found = []
+    for round in range(6):
+        q, k, v = (torch.ones(1, 4, 2, 8, requires_grad=True) for _ in range(3))
+        ring_attention(q, k, v, mesh).sum().backward()
+        if round in (1, 5):
+            found.append(mesh.group("cp").scratch.bytes)
+    return found
+
+
+def test_what_a_ring_borrows_it_gives_back(ranks):
+    for early, late in ranks.run(3, borrowed, axes={"cp": 3}):
+        assert early == late > 0
+
+
+def odd(mesh):
+    """What is said of tensors and options that do not belong together, and that nothing has been sent."""
+    q, k = torch.zeros(1, 4, 4, 8), torch.zeros(1, 4, 2, 8)
+    calls = [
+        (q, torch.zeros(1, 4, 3, 8), torch.zeros(1, 4, 3, 8), {}),
+        (q, k[:, :2], k[:, :2], {}),
+        (q, k, k.double(), {}),
+        (q, k, k, {"window": 0}),
+        (q, k, k, {"order": "zigzak"}),
+        (q, k, k, {"documents": torch.zeros(4, dtype=torch.int64)}),
+        (q, k, k, {"documents": torch.zeros(3, 8, dtype=torch.int64)}),
+    ]
+    said = []
+    for attention in (ring_attention, gathered_attention, rsa_attention):
+        for *tensors, options in calls:
+            with pytest.raises(UserError) as caught:
+                attention(*tensors, mesh, **options)
+            said.append(str(caught.value))
+    return said, list(mesh.ledger.rows())
+
+
+def test_what_does_not_belong_together_is_refused_before_anything_is_sent(ranks):
+    words = [
+        "cp: 3 key-value heads do not divide 4 heads",
+        "cp: q, k and v are [1, 4, 4, 8], [1, 2, 2, 8], [1, 2, 2, 8], and not",
+        "cp: q, k and v are torch.float32, torch.float32 and torch.float64, and not of one dtype",
+        "cp: a window of 0 has no key; use 1 or more",
+        "cp: order=zigzak: use one of contiguous, zigzag, striped",
+        "cp: documents are [4], and not those of the whole sequences on every rank, [8] or [1, 8]",
+        "cp: documents are [3, 8], and not those of the whole sequences",
+    ]
+    for said, rows in ranks.run(2, odd, axes={"cp": 2}):
+        assert not rows
+        for sentence, begin in zip(said, 3 * words, strict=True):
+            assert sentence.startswith(begin), sentence

@@ -91,6 +91,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("gpt2, dropout", {"cp": 2, "tp": 2, "sp": True, "zero": 3, "order": LOOPS}),
     ("gpt2, dropout", {"cp": 2, "cp_method": "gather", "cp_order": "striped", "recompute": "full"}),
     ("llama", {"cp": 2, "recompute": "selective", "recompute_keep": ("linear",), "zero": 3}),
+    ("llama", {"cp": 2, "cp_method": "rsa", "recompute": "selective", "recompute_keep": ("softmax", "activation")}),
     ("llama", {"cp": 4, "cp_method": "usp", "cp_ulysses": 2, "recompute": "selective",
                "recompute_keep": ("linear", "attention")}),
 ]  # fmt: skip

@@ -24,6 +24,7 @@ of a model's attention.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +54,7 @@ def attend(context: Context, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, w
 
     Query heads j·H/K to (j+1)·H/K − 1 read key-value head j. Raises UserError for what the method cannot do.
     """
+    _check(context, q, k, v)
     try:
         length = q.size(1) * context.ranks
         check_documents(context.packed or (0, length), length, context.ranks, context.order)
@@ -67,6 +69,24 @@ def attend(context: Context, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, w
         return _METHODS[context.method](context, q, torch.stack((k, v)), causal, window)
     q, kv = to_heads(context, q, k, v)
     return to_sequence(context, _METHODS[context.method](context, q, kv, causal, window))
+
+
+def _check(context: Context, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise UserError for tensors that do not belong together, before anything is sent."""
+    alike = k.shape == v.shape and q.dim() == k.dim() == 4
+    if not alike or q.shape[:2] != k.shape[:2] or q.size(-1) != k.size(-1):
+        shapes = ", ".join(str(list(t.shape)) for t in (q, k, v))
+        raise UserError(f"cp: q, k and v are {shapes}, and not [B, T/cp, H, d] and twice [B, T/cp, K, d]")
+    if not q.dtype == k.dtype == v.dtype:
+        raise UserError(f"cp: q, k and v are {q.dtype}, {k.dtype} and {v.dtype}, and not of one dtype")
+    if context.order not in get_args(Order):
+        raise UserError(f"cp: order={context.order}: use one of {', '.join(get_args(Order))}")
+    length, documents = q.size(1) * context.ranks, context.documents
+    if documents is not None and tuple(documents.shape) not in ((length,), (len(q), length)):
+        raise UserError(
+            f"cp: documents are {list(documents.shape)}, and not those of the whole sequences on every rank, "
+            f"[{length}] or [{len(q)}, {length}]"
+        )
 
 
 # -- on tensors ------------------------------------------------------------------------------------------------------

@@ -313,6 +313,8 @@ class _Shapes:
         made = ("q, k and v in one", 3 * self.q) if self.spec.family == "gpt2" else ("v", self.kv)
         yield Storage(core, *made, "linear", saved=False)
         for what, size, by in kept_over_ranks(it):
+            if what == "softmax" and "attention" not in self.layout.kept_operators:
+                by = "softmax"  # rsa's is kept by either word
             # By-products aside, rsa and what deals heads out leave the output to the product behind it.
             behind = what == "output" and (it.over > 1 or it.method == "rsa")
             yield Storage(output if behind else core, what, size, by)

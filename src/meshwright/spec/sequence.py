@@ -148,7 +148,9 @@ def blocks(
 
 
 def check_window(causal: bool, window: int | None) -> None:
-    """Raise ValueError for a window of attention that is not causal."""
+    """Raise ValueError for a window without a key, and for one of attention that is not causal."""
+    if window is not None and window < 1:
+        raise ValueError(f"a window of {window} has no key; use 1 or more, or no window")
     if window is not None and not causal:
         raise ValueError(f"a window of {window} is of earlier keys; use causal=True, or no window")
 
@@ -279,16 +281,43 @@ def ring_plan(
     """
     ring = ranks // inner
 
-    def calls(rank: int, distance: int) -> tuple[Block, ...]:
-        source = (rank - distance) % ring
+    def calls(distance: int) -> tuple[Block, ...]:
+        source = (place - distance) % ring
         return tuple(
             ring_blocks(
-                length, ranks, rank, source, order, inner=inner, causal=causal, window=window, documents=documents
+                length, ranks, place, source, order, inner=inner, causal=causal, window=window, documents=documents
             )
         )
 
-    furthest = max(distance for distance in range(ring) if any(calls(rank, distance) for rank in range(ring)))
-    return tuple(calls(place, distance) for distance in range(furthest + 1))
+    furthest = ring - 1
+    if window is not None or documents is not None:
+        furthest = _furthest(length, ranks, order, inner, causal, window, documents)
+    return tuple(calls(distance) for distance in range(furthest + 1))
+
+
+@lru_cache(maxsize=256)
+def _furthest(
+    length: int,
+    ranks: int,
+    order: Order,
+    inner: int,
+    causal: bool,
+    window: int | None,
+    documents: tuple[int, ...] | None,
+) -> int:
+    """The longest way back around the ring at which any rank sees a key."""
+    ring = ranks // inner
+    return max(
+        distance
+        for distance in range(ring)
+        if any(
+            ring_blocks(
+                length, ranks, rank, (rank - distance) % ring, order,
+                inner=inner, causal=causal, window=window, documents=documents,
+            )
+            for rank in range(ring)
+        )
+    )  # fmt: skip
 
 
 # -- which method can what ------------------------------------------------------------------------------------------
@@ -304,6 +333,8 @@ def check_method(
     deals heads out over.
     """
     check_window(causal, window)
+    if heads % kv_heads:
+        raise ValueError(f"{kv_heads} key-value heads do not divide {heads} heads")
     if method == "usp" and (ranks % inner or not 1 < inner < ranks):
         between = [n for n in range(2, ranks) if ranks % n == 0]
         right = f"use one of {', '.join(map(str, between))}" if between else "use ring, or ulysses"
