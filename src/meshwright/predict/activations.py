@@ -312,9 +312,10 @@ class _Shapes:
         it = shared(self.spec, self.layout, batch=self.batch, seq=self.length, dtype_bytes=self.size)
         made = ("q, k and v in one", 3 * self.q) if self.spec.family == "gpt2" else ("v", self.kv)
         yield Storage(core, *made, "linear", saved=False)
-        for what, size, by in kept_over_ranks(it):
-            if what == "softmax" and "attention" not in self.layout.kept_operators:
-                by = "softmax"  # rsa's is kept by either word
+        for what, size, word in kept_over_ranks(it):
+            # rsa's softmax is kept by either word.
+            either = what == "softmax" and "attention" not in self.layout.kept_operators
+            by: Operators | None = "softmax" if either else word
             # By-products aside, rsa and what deals heads out leave the output to the product behind it.
             behind = what == "output" and (it.over > 1 or it.method == "rsa")
             yield Storage(output if behind else core, what, size, by)
