@@ -13,6 +13,7 @@ import pytest
 from tests.train.commands import Command, lines, running, text
 
 from meshwright.spec.errors import UserError
+from meshwright.train import folders
 from meshwright.train.lock import HeldError, locked
 from meshwright.train.nodes import Nodes
 
@@ -41,8 +42,9 @@ def test_a_node_dies_and_comes_back(tmp_path):
         with Command(folder, *words, "--local-addr", "127.0.0.3") as second:
             first.until(lambda: second.ranks() != [])  # the first may have begun alone
             (lost,) = second.ranks()
-            begun = (saved.stat().st_mtime if saved.exists() else 0, len(first.said))
-            first.until(lambda: saved.exists() and saved.stat().st_mtime > begun[0] and len(first.said) > begun[1] + 40)
+            begun = (folders.steps(saved), len(first.said))
+            # A whole checkpoint: its folder is there before it is.
+            first.until(lambda: folders.steps(saved) not in ([], begun[0]) and len(first.said) > begun[1] + 40)
             said = len(first.said)
             killed = time.monotonic()
             second.process.kill()
