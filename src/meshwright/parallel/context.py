@@ -24,6 +24,7 @@ of a model's attention.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import get_args
 
 import torch
@@ -38,7 +39,6 @@ from meshwright.parallel.sight import Context
 from meshwright.parallel.ulysses import to_heads, to_sequence
 from meshwright.spec.errors import UserError
 from meshwright.spec.sequence import Method, Order, check_documents, check_method
-from meshwright.spec.traffic import Phase
 
 _METHODS: dict[Method, Callable[[Context, Tensor, Tensor, bool, int | None], Tensor]] = {
     "gather": gathered.attend,
@@ -92,123 +92,43 @@ def _check(context: Context, q: Tensor, k: Tensor, v: Tensor) -> None:
 # -- on tensors ------------------------------------------------------------------------------------------------------
 
 
-def ring_attention(
+def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     mesh: Mesh,
     *,
+    method: Method,
     order: Order = "zigzag",
+    inner: int = 1,
     causal: bool = True,
     window: int | None = None,
     documents: Tensor | None = None,
     packed: Sequence[int] | None = None,
-    reason: str = "cp",
     micro: int | None = None,
-    phase: Phase = "forward",
 ) -> Tensor:
-    """Attention over the mesh's `cp` ranks by a ring: see ring.py.
+    """Attention over the mesh's `cp` ranks by one of the methods above.
 
     q [B, T/cp, H, d], k and v [B, T/cp, K, d]: this rank's part of the sequence, in the given order (spec/sequence.py
-    says which positions those are); gives its part of the output, [B, T/cp, H, d]. Differentiable. window: a query sees
-    itself and the window − 1 keys before it. documents: i64[T] or [B, T], ascending, of the whole sequence on every
-    rank; queries see keys of their own document. packed: (0, 4, 8), where documents begin and the end, if each of them
-    is cut by itself; then these are the documents. reason, micro, phase: what the ledger says.
+    says which positions those are); gives its part of the output, [B, T/cp, H, d]. Differentiable. inner: the
+    neighbours among which usp deals heads out. window: a query sees itself and the window − 1 keys before it.
+    documents: i64[T] or [B, T], ascending, of the whole sequence on every rank; queries see keys of their own document.
+    packed: (0, 4, 8), where documents begin and the end, if each is cut by itself; then these are the documents.
+    micro: the micro-batch, for the ledger.
 
     All ranks of `cp` must call it, in the same order, with parts of one shape. Raises UserError for lengths and heads
-    that do not divide.
+    that do not divide, and for tensors that do not belong together, before anything is sent.
     """
-    context = Context(mesh, method="ring", order=order, reason=reason, micro=micro, phase=phase)
-    context.documents, context.packed = documents, packed
+    context = Context(mesh, method=method, order=order, inner=inner)
+    context.documents, context.packed, context.micro = documents, packed, micro
     return attend(context, q, k, v, causal=causal, window=window)
 
 
-def gathered_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mesh: Mesh,
-    *,
-    order: Order = "zigzag",
-    causal: bool = True,
-    window: int | None = None,
-    documents: Tensor | None = None,
-    packed: Sequence[int] | None = None,
-    reason: str = "cp",
-    micro: int | None = None,
-    phase: Phase = "forward",
-) -> Tensor:
-    """Attention over the mesh's `cp` ranks with all keys gathered: see gathered.py, and `ring_attention`."""
-    context = Context(mesh, method="gather", order=order, reason=reason, micro=micro, phase=phase)
-    context.documents, context.packed = documents, packed
-    return attend(context, q, k, v, causal=causal, window=window)
-
-
-def rsa_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mesh: Mesh,
-    *,
-    order: Order = "zigzag",
-    causal: bool = True,
-    window: int | None = None,
-    documents: Tensor | None = None,
-    packed: Sequence[int] | None = None,
-    reason: str = "cp",
-    micro: int | None = None,
-    phase: Phase = "forward",
-) -> Tensor:
-    """Attention over the mesh's `cp` ranks by a ring in two phases: see rsa.py, and `ring_attention`."""
-    context = Context(mesh, method="rsa", order=order, reason=reason, micro=micro, phase=phase)
-    context.documents, context.packed = documents, packed
-    return attend(context, q, k, v, causal=causal, window=window)
-
-
-def ulysses_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mesh: Mesh,
-    *,
-    order: Order = "contiguous",
-    causal: bool = True,
-    window: int | None = None,
-    documents: Tensor | None = None,
-    packed: Sequence[int] | None = None,
-    reason: str = "cp",
-    micro: int | None = None,
-    phase: Phase = "forward",
-) -> Tensor:
-    """Attention over the mesh's `cp` ranks by heads: see ulysses.py, and `ring_attention`."""
-    context = Context(mesh, method="ulysses", order=order, reason=reason, micro=micro, phase=phase)
-    context.documents, context.packed = documents, packed
-    return attend(context, q, k, v, causal=causal, window=window)
-
-
-def usp_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mesh: Mesh,
-    *,
-    inner: int,
-    order: Order = "zigzag",
-    causal: bool = True,
-    window: int | None = None,
-    documents: Tensor | None = None,
-    packed: Sequence[int] | None = None,
-    reason: str = "cp",
-    micro: int | None = None,
-    phase: Phase = "forward",
-) -> Tensor:
-    """Attention over the mesh's `cp` ranks by heads among `inner` neighbours and a ring over the rest: see ulysses.py,
-    and `ring_attention`."""
-    if mesh.sizes["cp"] % inner:
-        raise UserError(f"cp: usp: inner={inner} does not divide cp={mesh.sizes['cp']}")
-    context = Context(mesh, method="usp", order=order, inner=inner, reason=reason, micro=micro, phase=phase)
-    context.documents, context.packed = documents, packed
-    return attend(context, q, k, v, causal=causal, window=window)
+gathered_attention = partial(attention, method="gather")
+rsa_attention = partial(attention, method="rsa")
+ring_attention = partial(attention, method="ring")
+ulysses_attention = partial(attention, method="ulysses", order="contiguous")  # whose work is even in any order
+usp_attention = partial(attention, method="usp")
 
 
 # -- in a model ------------------------------------------------------------------------------------------------------
@@ -249,8 +169,6 @@ def apply(
     Raises UserError for attention that drops weights: which ones must not depend on who computes them, and kernels draw
     their own.
     """
-    if method == "usp" and mesh.sizes["cp"] % inner:
-        raise UserError(f"cp: usp: inner={inner} does not divide cp={mesh.sizes['cp']}")
     context = Context(mesh, method=method, order=order, inner=inner, recompute=recompute)
     cores = {name: core for name, core in module.named_modules() if isinstance(core, Sdpa | Explicit)}
     for name, core in cores.items():

@@ -58,7 +58,7 @@ class _Gathered(torch.autograd.Function):
             theirs = calls[distance] if distance < len(calls) else ()
             gradients(dq, shares[source], theirs, grad, q, whole[source], out, lse)
         dkv = torch.empty_like(kv)
-        reason = f"{context.reason}.gather.dkv"
+        reason = "cp.gather.dkv"
         context.ring.reduce_scatter(dkv, shares, reason=reason, phase="backward", micro=micro)
         return None, None, None, dq.result(), dkv
 
@@ -74,5 +74,5 @@ def _forward(context: Context, calls: Sequence[Sequence[Call]], q: Tensor, kv: T
 def _gather(context: Context, kv: Tensor, phase: Phase, micro: int | None) -> Tensor:
     """All ranks' kv, [cp, 2, B, T/cp, K, d]."""
     whole = kv.new_empty((context.ring.size, *kv.shape))
-    context.ring.all_gather(whole, kv, reason=f"{context.reason}.gather.kv", phase=phase, micro=micro)
+    context.ring.all_gather(whole, kv, reason="cp.gather.kv", phase=phase, micro=micro)
     return whole

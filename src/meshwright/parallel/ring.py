@@ -56,7 +56,7 @@ class _Ring(torch.autograd.Function):
 
 
 def _forward(context: Context, calls: Sequence[Sequence[Call]], q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
-    reason = f"{context.reason}.ring.kv"
+    reason = "cp.ring.kv"
     merged = Merged(q)
     parts = around(context.ring, kv, len(calls) - 1, reason, context.phase, context.micro)
     for theirs, part in zip(calls, parts, strict=True):
@@ -75,8 +75,8 @@ def _backward(
     lse: Tensor,
 ) -> tuple[Tensor, Tensor]:
     dq = Summed(q)
-    parts = around(context.ring, kv, len(calls) - 1, f"{context.reason}.ring.kv", "backward", micro)
-    behind = Behind(context.ring, kv, f"{context.reason}.ring.dkv", micro)
+    parts = around(context.ring, kv, len(calls) - 1, "cp.ring.kv", "backward", micro)
+    behind = Behind(context.ring, kv, "cp.ring.dkv", micro)
     for distance, (theirs, part) in enumerate(zip(calls, parts, strict=True)):
         share = behind.next()
         gradients(dq, share, theirs, grad, q, part, out, lse)

@@ -76,7 +76,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     n, groups, scale, dkv = q.size(1), kv.size(3), q.size(-1) ** -0.5, torch.empty_like(kv)
     rows, grad = _rows(q * scale, groups), _rows(grad, groups)
-    behind = Behind(context.ring, kv[1], f"{context.reason}.rsa.dv", micro)
+    behind = Behind(context.ring, kv[1], "cp.rsa.dv", micro)
     dscores = torch.empty_like(weights)
     for columns, _, v in _parts(context, kv[1], "v", "backward", micro):
         dscores[..., columns] = grad @ v.permute(0, 2, 3, 1)
@@ -84,7 +84,7 @@ def _backward(
         behind.add(last=columns.start == _last(context, n))
     dkv[1] = behind.home(context.ring.size - 1)
     _through_softmax(dscores, weights)
-    behind = Behind(context.ring, kv[0], f"{context.reason}.rsa.dk", micro)
+    behind = Behind(context.ring, kv[0], "cp.rsa.dk", micro)
     dq = torch.zeros(rows.shape, dtype=_wide(q), device=q.device)
     for columns, _, k in _parts(context, kv[0], "k", "backward", micro):
         dq += dscores[..., columns] @ k.transpose(1, 2)
@@ -99,7 +99,7 @@ def _parts(
 ) -> Iterator[tuple[slice, int, Tensor]]:
     """Each rank's part in the order in which it comes by: its columns of the scores, whose it is, and the tensor."""
     ring, n = context.ring, own.size(1)
-    parts = around(ring, own, ring.size - 1, f"{context.reason}.rsa.{name}", phase, micro)
+    parts = around(ring, own, ring.size - 1, f"cp.rsa.{name}", phase, micro)
     for distance, part in enumerate(parts):
         source = (ring.rank - distance) % ring.size
         yield slice(source * n, (source + 1) * n), source, part

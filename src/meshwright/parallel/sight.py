@@ -13,6 +13,7 @@ from torch import Tensor
 
 from meshwright.comm.mesh import Mesh
 from meshwright.parallel.recompute import Recompute
+from meshwright.spec.errors import UserError
 from meshwright.spec.sequence import Block, Method, Order, arranged, held, ring_plan
 from meshwright.spec.traffic import Phase
 
@@ -44,7 +45,7 @@ class Context:
 
     heads: the ranks that deal heads out among themselves (all of cp with ulysses, `inner` neighbours with usp, else
     this one alone). ring: those that each hold a part of the sequence then. micro: the micro-batch that forward is in.
-    reason: what the ledger's reasons begin with. recompute: what computes blocks again, if anything does.
+    recompute: what computes blocks again, if anything does.
     """
 
     def __init__(
@@ -55,19 +56,18 @@ class Context:
         order: Order = "zigzag",
         inner: int = 1,
         recompute: Recompute | None = None,
-        reason: str = "cp",
-        phase: Phase = "forward",
-        micro: int | None = None,
     ) -> None:
         self.ranks = mesh.sizes["cp"]
+        if method == "usp" and self.ranks % inner:
+            raise UserError(f"cp: usp: inner={inner} does not divide cp={self.ranks}")
         over = {"ulysses": self.ranks, "usp": inner}.get(method, 1)
         self.heads, self.ring = mesh.split("cp", over)
         if over == 1:
             self.ring = mesh.group("cp")
         if over == self.ranks:
             self.heads = mesh.group("cp")
-        self.method, self.order, self.recompute, self.reason, self.micro = method, order, recompute, reason, micro
-        self._phase = phase
+        self.method, self.order, self.recompute = method, order, recompute
+        self.micro: int | None = None
         self._documents: Tensor | None = None
         self._packed: tuple[int, ...] | None = None
         self._calls: dict[tuple[object, ...], list[list[Call]]] = {}
@@ -75,7 +75,7 @@ class Context:
 
     @property
     def phase(self) -> Phase:
-        return self._phase if self.recompute is None else self.recompute.phase
+        return "forward" if self.recompute is None else self.recompute.phase
 
     @property
     def inner(self) -> int:

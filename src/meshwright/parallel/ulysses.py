@@ -112,7 +112,7 @@ def _collected(t: Tensor, kv_heads: int) -> Tensor:
 def _exchange_positions(context: Context, message: Tensor, what: str, phase: Phase, micro: int | None) -> Tensor:
     """[u, B, n, w, d], the heads for each rank -> [B, u·n, w, d], this rank's heads of all their positions."""
     parts = torch.empty_like(message)
-    context.heads.all_to_all(parts, message, reason=f"{context.reason}.ulysses.{what}", phase=phase, micro=micro)
+    context.heads.all_to_all(parts, message, reason=f"cp.ulysses.{what}", phase=phase, micro=micro)
     whole = parts.transpose(0, 1).flatten(1, 2)
     places = context.arranged(whole.size(1))
     return whole if places is None else whole.index_select(1, places.to(whole.device))
@@ -125,5 +125,5 @@ def _exchange_heads(context: Context, whole: Tensor, what: str, phase: Phase, mi
         whole = torch.empty_like(whole).index_copy_(1, places.to(whole.device), whole)
     message = whole.unflatten(1, (context.heads.size, -1)).transpose(0, 1).contiguous()
     parts = torch.empty_like(message)
-    context.heads.all_to_all(parts, message, reason=f"{context.reason}.ulysses.{what}", phase=phase, micro=micro)
+    context.heads.all_to_all(parts, message, reason=f"cp.ulysses.{what}", phase=phase, micro=micro)
     return parts.movedim(0, 2)
