@@ -17,7 +17,6 @@ from meshwright.predict.context import (
     messages,
     needed_flops,
     traffic,
-    unevenness,
 )
 from meshwright.spec.traffic import TrafficRow, wire_bytes
 from meshwright.verify.activations import storage_of
@@ -166,3 +165,8 @@ def test_zigzag_is_even_and_contiguous_as_uneven_as_its_formula():
         assert unevenness(needed["contiguous"]) == pytest.approx(2 - 1 / cp, rel=1e-3)
         assert unevenness(called["contiguous"]) == 2 * cp / (cp + 1)
         assert len({sum(shares) for shares in needed.values()}) == 1
+
+
+def unevenness(shares: list[int]) -> float:
+    """The largest over the mean: how much longer everybody waits than if all did the same."""
+    return max(shares) * len(shares) / sum(shares)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.spec.context import check, grain, head_ranks
+from meshwright.spec.context import check, grain
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import Layout
 from meshwright.spec.load import load_run
@@ -71,11 +71,12 @@ def test_what_is_accepted_can_be_shared(cp: int, tp: int, sp: bool, method: str,
     try:
         check(LLAMA, layout, seq)
     except ValueError as error:
-        assert seq % grain(layout) or (12 // tp) % head_ranks(layout) or "key-value" in str(error)
+        n, kv_heads = layout.head_ranks, -(-LLAMA.num_kv_heads // tp)
+        assert seq % grain(layout) or (12 // tp) % n or (kv_heads % n and n % kv_heads), error
         return
     held = [sum(map(len, spans(seq, cp, rank, order))) for rank in range(cp)]
     assert len(set(held)) == 1 and held[0] % (tp if sp else 1) == 0
-    assert (12 // tp) % head_ranks(layout) == 0
+    assert (12 // tp) % layout.head_ranks == 0
 
 
 def test_a_layout_that_fits_is_loaded() -> None:

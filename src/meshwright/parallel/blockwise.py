@@ -11,8 +11,13 @@ keys 0 … i of the block, which has no more keys than queries. mask: [n, m] or 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from meshwright.parallel.sight import Call, Context
 
 _FUSED_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FUSED_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -120,6 +125,57 @@ class Summed:
     def into(self, out: Tensor) -> None:
         """Write the result to `out`."""
         out.zero_() if self._sum is None else out.copy_(self._sum)
+
+
+# -- a method that goes block by block ---------------------------------------------------------------------------------
+
+
+def keeping(
+    ctx: Any,
+    context: Context,
+    causal: bool,
+    window: int | None,
+    q: Tensor,
+    kv: Tensor,
+    compute: Callable[[Context, Sequence[Sequence[Call]], Tensor, Tensor], tuple[Tensor, Tensor]],
+) -> Tensor:
+    """Forward of an autograd function by `compute`, out and lse of the calls; keeps those, q and kv for backward."""
+    calls = context.calls(q, causal, window)
+    ctx.context, ctx.calls, ctx.micro = context, calls, context.micro
+    out, lse = context.kept(lambda: compute(context, calls, q, kv))
+    ctx.save_for_backward(q, kv, out, lse)
+    return out
+
+
+# -- what the blocks of one part of the keys contribute --------------------------------------------------------------
+
+
+def merge(merged: Merged, calls: Sequence[Call], q: Tensor, kv: Tensor) -> None:
+    """Add what the queries get from the keys kv [2, B, n, K, d] of one part."""
+    k, v = kv[0], kv[1]
+    for call in calls:
+        part = forward(
+            q[:, call.queries], k[:, call.keys], v[:, call.keys], causal=call.causal, mask=call.mask(q.dtype)
+        )
+        merged.add(call.queries, *part)
+
+
+def gradients(
+    dq: Summed, dkv: Tensor, calls: Sequence[Call], grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor
+) -> None:
+    """Add to dq what comes from the keys of one part, and fill `dkv` with what they get from the queries."""
+    k, v = kv[0], kv[1]
+    dk, dv = Summed(k), Summed(v)
+    for call in calls:
+        rows = call.queries
+        shares = backward(
+            grad[:, rows], q[:, rows], k[:, call.keys], v[:, call.keys], out[:, rows], lse[:, rows],
+            causal=call.causal, mask=call.mask(q.dtype),
+        )  # fmt: skip
+        for total, place, share in zip((dq, dk, dv), (rows, call.keys, call.keys), shares, strict=True):
+            total.add(place, share)
+    dk.into(dkv[0])
+    dv.into(dkv[1])
 
 
 # -- written out, for what the fused kernels do not take -------------------------------------------------------------

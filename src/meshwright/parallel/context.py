@@ -33,20 +33,17 @@ from torch import Tensor, nn
 from meshwright.comm.mesh import Mesh
 from meshwright.model.attention import Explicit, Sdpa
 from meshwright.model.dropout import DropoutKey
-from meshwright.parallel import gathered, ring, rsa
+from meshwright.parallel import gathered, ring, rsa, ulysses
 from meshwright.parallel.recompute import Recompute
 from meshwright.parallel.sight import Context
-from meshwright.parallel.ulysses import to_heads, to_sequence
 from meshwright.spec.errors import UserError
 from meshwright.spec.sequence import Method, Order, check_documents, check_method
 
-_METHODS: dict[Method, Callable[[Context, Tensor, Tensor, bool, int | None], Tensor]] = {
+_AS_THEY_ARE: dict[Method, Callable[[Context, Tensor, Tensor, bool, int | None], Tensor]] = {
     "gather": gathered.attend,
     "rsa": rsa.attend,
-    "ring": ring.attend,
-    "ulysses": ring.attend,  # a ring of one
-    "usp": ring.attend,
 }
+"""Of heads that nobody deals out; what is not here is a ring."""
 
 
 def attend(context: Context, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None) -> Tensor:
@@ -64,11 +61,10 @@ def attend(context: Context, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, w
         )  # fmt: skip
     except ValueError as exc:
         raise UserError(f"cp: {exc}") from exc
-    if context.inner == 1:
-        q = q.contiguous()  # backward would keep all of what it is a view of
-        return _METHODS[context.method](context, q, torch.stack((k, v)), causal, window)
-    q, kv = to_heads(context, q, k, v)
-    return to_sequence(context, _METHODS[context.method](context, q, kv, causal, window))
+    if context.inner > 1:
+        return ulysses.attend(context, q, k, v, causal, window)
+    q = q.contiguous()  # backward would keep all of what it is a view of
+    return _AS_THEY_ARE.get(context.method, ring.attend)(context, q, torch.stack((k, v)), causal, window)
 
 
 def _check(context: Context, q: Tensor, k: Tensor, v: Tensor) -> None:

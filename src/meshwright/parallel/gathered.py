@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.parallel.blockwise import Merged, Summed
-from meshwright.parallel.ring import gradients, merge
+from meshwright.parallel.blockwise import Merged, Summed, gradients, keeping, merge
 from meshwright.parallel.sight import Call, Context
 from meshwright.spec.traffic import Phase
 
@@ -39,11 +38,7 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, context: Context, causal: bool, window: int | None, q: Tensor, kv: Tensor) -> Tensor:
-        calls = context.calls(q, causal, window)
-        ctx.context, ctx.calls, ctx.micro = context, calls, context.micro
-        out, lse = context.kept(lambda: _forward(context, calls, q, kv))
-        ctx.save_for_backward(q, kv, out, lse)
-        return out
+        return keeping(ctx, context, causal, window, q, kv, _forward)
 
     @staticmethod
     @once_differentiable

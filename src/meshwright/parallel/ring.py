@@ -26,8 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.comm.collectives import Group, Pending
-from meshwright.parallel import blockwise
-from meshwright.parallel.blockwise import Merged, Summed
+from meshwright.parallel.blockwise import Merged, Summed, gradients, keeping, merge
 from meshwright.parallel.sight import Call, Context
 from meshwright.spec.traffic import Phase
 
@@ -43,11 +42,7 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, context: Context, causal: bool, window: int | None, q: Tensor, kv: Tensor) -> Tensor:
-        calls = context.calls(q, causal, window)
-        ctx.context, ctx.calls, ctx.micro = context, calls, context.micro
-        out, lse = context.kept(lambda: _forward(context, calls, q, kv))
-        ctx.save_for_backward(q, kv, out, lse)
-        return out
+        return keeping(ctx, context, causal, window, q, kv, _forward)
 
     @staticmethod
     @once_differentiable
@@ -82,37 +77,6 @@ def _backward(
         gradients(dq, share, theirs, grad, q, part, out, lse)
         behind.add(last=distance == len(calls) - 1)
     return dq.result(), behind.home(len(calls) - 1)
-
-
-# -- what the blocks of one part of the keys contribute --------------------------------------------------------------
-
-
-def merge(merged: Merged, calls: Sequence[Call], q: Tensor, kv: Tensor) -> None:
-    """Add what the queries get from the keys kv [2, B, n, K, d] of one part."""
-    k, v = kv[0], kv[1]
-    for call in calls:
-        part = blockwise.forward(
-            q[:, call.queries], k[:, call.keys], v[:, call.keys], causal=call.causal, mask=call.mask(q.dtype)
-        )
-        merged.add(call.queries, *part)
-
-
-def gradients(
-    dq: Summed, dkv: Tensor, calls: Sequence[Call], grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor
-) -> None:
-    """Add to dq what comes from the keys of one part, and fill `dkv` with what they get from the queries."""
-    k, v = kv[0], kv[1]
-    dk, dv = Summed(k), Summed(v)
-    for call in calls:
-        rows = call.queries
-        shares = blockwise.backward(
-            grad[:, rows], q[:, rows], k[:, call.keys], v[:, call.keys], out[:, rows], lse[:, rows],
-            causal=call.causal, mask=call.mask(q.dtype),
-        )  # fmt: skip
-        for total, place, share in zip((dq, dk, dv), (rows, call.keys, call.keys), shares, strict=True):
-            total.add(place, share)
-    dk.into(dkv[0])
-    dv.into(dkv[1])
 
 
 # -- what goes around ------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch import Tensor
 from meshwright.comm.mesh import Mesh
 from meshwright.parallel.recompute import Recompute
 from meshwright.spec.errors import UserError
-from meshwright.spec.sequence import Block, Method, Order, arranged, held, ring_plan
+from meshwright.spec.sequence import Block, Method, Order, arranged, head_ranks, held, ring_plan
 from meshwright.spec.traffic import Phase
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ class Context:
         self.ranks = mesh.sizes["cp"]
         if method == "usp" and self.ranks % inner:
             raise UserError(f"cp: usp: inner={inner} does not divide cp={self.ranks}")
-        over = {"ulysses": self.ranks, "usp": inner}.get(method, 1)
+        over = head_ranks(method, self.ranks, inner)
         self.heads, self.ring = mesh.split("cp", over)
         if over == 1:
             self.ring = mesh.group("cp")

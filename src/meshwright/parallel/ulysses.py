@@ -25,9 +25,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from meshwright.parallel import ring
 from meshwright.parallel.sight import Context
 from meshwright.spec.sequence import shared_heads
 from meshwright.spec.traffic import Phase
+
+
+def attend(context: Context, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> Tensor:
+    """q [B, n, H, d], k and v [B, n, K, d] -> [B, n, H, d], of n positions a rank; with ulysses the ring is of one."""
+    q, kv = to_heads(context, q, k, v)
+    return to_sequence(context, ring.attend(context, q, kv, causal, window))
 
 
 def to_heads(context: Context, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Required, TypedDict, Unpack
 
-from meshwright.predict.attention import shared
+from meshwright.predict.context import Attention
 from meshwright.predict.context import kept as kept_over_ranks
 from meshwright.predict.params import rotary_length
 from meshwright.spec.layout import Layout, Operators
@@ -309,7 +309,7 @@ class _Shapes:
 
     def _over_ranks(self, core: str, output: str) -> Iterator[Row]:
         """With context ranks: the keys and values as they are sent in one, and what the method keeps."""
-        it = shared(self.spec, self.layout, batch=self.batch, seq=self.length, dtype_bytes=self.size)
+        it = Attention.of(self.spec, self.layout, batch=self.batch, seq=self.length, dtype_bytes=self.size)
         made = ("q, k and v in one", 3 * self.q) if self.spec.family == "gpt2" else ("v", self.kv)
         yield Storage(core, *made, "linear", saved=False)
         for what, size, word in kept_over_ranks(it):

@@ -6,12 +6,14 @@ that the run reads too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 from meshwright.predict.rows import row
-from meshwright.spec.sequence import Method, Order, Plan, ring_plan, shared_heads, visible_pairs
+from meshwright.spec.layout import Layout
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.sequence import Method, Order, Plan, head_ranks, ring_plan, shared_heads, visible_pairs
 from meshwright.spec.sequence import held as positions
 from meshwright.spec.traffic import Operation, Phase, TrafficRow
 
@@ -40,10 +42,28 @@ class Attention:
     causal: bool = True
     window: int | None = None
 
+    @classmethod
+    def of(cls, spec: ModelSpec, layout: Layout, *, batch: int, seq: int, dtype_bytes: int) -> Self:
+        """That of `batch` sequences of `seq` tokens, of which each of the layout's context ranks has a part."""
+        return cls(
+            method=layout.cp_method,
+            cp=layout.cp,
+            order=layout.cp_order,
+            batch=batch,
+            length=seq,
+            heads=spec.heads // layout.tp,
+            kv_heads=-(-spec.num_kv_heads // layout.tp),
+            width=spec.head_width,
+            size=dtype_bytes,
+            inner=layout.cp_ulysses or 1,
+            causal=spec.causal,
+            window=spec.window,
+        )
+
     @property
     def over(self) -> int:
         """Ranks that deal heads out among themselves."""
-        return {"ulysses": self.cp, "usp": self.inner}.get(self.method, 1)
+        return head_ranks(self.method, self.cp, self.inner)
 
     @property
     def ring(self) -> int:
@@ -176,8 +196,26 @@ def in_passing(it: Attention) -> int:
         return 2 * it.ring * it.kv
     if it.method == "rsa":
         return it.scores * it.size
-    shifts = len(_plan(it, 0)) - 1
-    return (2 * min(shifts, 2) + (shifts > 0)) * it.kv
+    return sum(borrowed(it))
+
+
+def borrowed(it: Attention) -> list[int]:
+    """Bytes of the buffers that backward of a layer has at once from the pool of comm/scratch.py, which the CPU keeps.
+
+    Parts of keys and values, the next under way while one computes, and of their gradients, one more; of gather's
+    reduce-scatter what comes in.
+    """
+    if it.method == "gather":
+        return [it.ring * it.kv]
+    shifts, part = (it.ring - 1, it.kv // 2) if it.method == "rsa" else (len(_plan(it, 0)) - 1, it.kv)
+    return [part] * (2 * min(shifts, 2) + (shifts > 0))
+
+
+def beside(it: Attention, *, cpu: bool) -> int:
+    """Bytes that a layer's backward has beside what it keeps, its gradients, and on the CPU what is borrowed."""
+    if it.method == "rsa":  # a part of the scores' gradient is computed before it stands in its columns
+        return in_passing(it) + in_passing(it) // it.ring
+    return in_passing(it) if it.method == "gather" or not cpu else 0
 
 
 def mask(it: Attention, *, packed: bool) -> int:
@@ -212,11 +250,6 @@ def needed_flops(it: Attention, rank: int) -> tuple[int, int]:
     pairs = visible_pairs(held, it.length, causal=it.causal, window=it.window)
     each = 2 * it.batch * it.own_heads * it.width * pairs
     return 2 * each, 5 * each
-
-
-def unevenness(shares: Sequence[int]) -> float:
-    """The largest over the mean: how much longer everybody waits than if all did the same."""
-    return max(shares) * len(shares) / sum(shares)
 
 
 def _plan(it: Attention, place: int) -> Plan:

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from meshwright.predict.attention import shared
+from meshwright.predict.context import Attention
 from meshwright.predict.context import flops as over_ranks
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
@@ -93,7 +93,7 @@ def counted(
     product = 2 * batch * (spec.heads // tp) * spec.head_width * seq * seq
     of_layer = 2 * product, (5 if attention == "sdpa" else 4) * product
     if layout.cp > 1:
-        of_layer = over_ranks(shared(spec, layout, batch=batch, seq=seq, dtype_bytes=4), place)
+        of_layer = over_ranks(Attention.of(spec, layout, batch=batch, seq=seq, dtype_bytes=4), place)
     early = 4 * tokens * head if loss == "chunked" else 0
     forward, backward = (passes * linear + spec.layers * of_layer[passes - 1] for passes in (1, 2))
     again = _recompute(spec, layout, tokens, of_layer[0])

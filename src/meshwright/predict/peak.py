@@ -32,8 +32,7 @@ from typing import Literal
 
 from meshwright.predict import activations, reductions
 from meshwright.predict.alive import Alive
-from meshwright.predict.attention import beside, borrowed, shared
-from meshwright.predict.context import mask
+from meshwright.predict.context import Attention, beside, borrowed, mask
 from meshwright.predict.params import tensors, units
 from meshwright.predict.states import DTYPE_BYTES, gradient_bytes, master_bytes, padded, shards
 from meshwright.spec.batch import micro_steps
@@ -159,7 +158,7 @@ class _Step:
         by_tensor_ranks = self.whole if layout.sp else lent_to_sum(tp, self.whole)
         others, self.passing = [[by_tensor_ranks]] if by_tensor_ranks else [], 0
         if layout.cp > 1 and sequences:
-            it = shared(self.spec, layout, batch=sequences, seq=run.data.seq_len, dtype_bytes=self.size)
+            it = Attention.of(self.spec, layout, batch=sequences, seq=run.data.seq_len, dtype_bytes=self.size)
             others.append(borrowed(it))
             self.passing = beside(it, cpu=cpu) + mask(it, packed=run.data.packing == "documents")
         self.kept = reductions.kept(run, layout, others) if cpu else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from meshwright.predict import context
-from meshwright.predict.attention import shared
+from meshwright.predict.context import Attention
 from meshwright.predict.params import units
 from meshwright.predict.rows import row
 from meshwright.predict.states import DTYPE_BYTES, padded, reduce_bytes, shards
@@ -90,7 +90,7 @@ def _context(run: RunSpec, layout: Layout, rank: int) -> Iterator[TrafficRow]:
     for micro, (batch, length) in enumerate(sequences_computed(run, layout, rank)):
         if batch:
             size = DTYPE_BYTES[run.precision]
-            it = shared(run.model, layout, batch=batch, seq=length, dtype_bytes=size)
+            it = Attention.of(run.model, layout, batch=batch, seq=length, dtype_bytes=size)
             yield from context.traffic(it, run.model.layers, micro, run.model.layers if again else 0)
 
 

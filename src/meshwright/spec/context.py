@@ -21,13 +21,6 @@ def grain(layout: Layout) -> int:
     return math.lcm(granule(layout.cp, layout.cp_order), layout.cp * (layout.tp if layout.sp else 1))
 
 
-def head_ranks(layout: Layout) -> int:
-    """Context ranks that deal heads out among themselves, neighbours on the axis; 1 where none do."""
-    if layout.cp_method == "ulysses":
-        return layout.cp
-    return layout.cp_ulysses or 1
-
-
 def check(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
     """Raise ValueError, naming what would do, for a model or sequence that the layout's context ranks cannot share."""
     if layout.cp == 1:
@@ -61,7 +54,7 @@ def _check_length(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
 
 def _check_heads(spec: ModelSpec, layout: Layout) -> None:
     """Each tensor rank's heads are dealt out over the ranks that `ulysses` and `usp` exchange them among."""
-    ranks = head_ranks(layout)
+    ranks = layout.head_ranks
     heads, kv_heads = spec.heads // layout.tp, -(-spec.num_kv_heads // layout.tp)
     fit = [n for n in divisors(heads) if kv_heads % n == 0 or n % kv_heads == 0]
     if ranks in (1, *fit):

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from meshwright.spec.errors import UserError
-from meshwright.spec.sequence import Method, Order
+from meshwright.spec.sequence import Method, Order, head_ranks
 from meshwright.spec.words import join, not_yet, show
 
 Axis = Literal["tp", "cp", "dp", "pp"]
@@ -163,6 +163,11 @@ class Layout(BaseModel):
     def world(self) -> int:
         """Number of ranks."""
         return math.prod(self.size(a) for a in AXES)
+
+    @property
+    def head_ranks(self) -> int:
+        """Context ranks that deal heads out among themselves, 1 where none do."""
+        return head_ranks(self.cp_method, self.cp, self.cp_ulysses or 1)
 
     def size(self, axis: Axis) -> int:
         return self.data_ranks if axis == "dp" else int(getattr(self, axis))

@@ -339,13 +339,18 @@ def check_method(
         between = [n for n in range(2, ranks) if ranks % n == 0]
         right = f"use one of {', '.join(map(str, between))}" if between else "use ring, or ulysses"
         raise ValueError(f"usp: {inner} ranks with a ring of them do not make cp={ranks}; {right}")
-    over = {"ulysses": ranks, "usp": inner}.get(method, 1)
+    over = head_ranks(method, ranks, inner)
     if heads % over or (kv_heads % over and over % kv_heads):
         good = [n for n in range(1, heads + 1) if heads % n == 0 and not (kv_heads % n and n % kv_heads)]
         what = f"{heads} heads" if heads % over else f"the {kv_heads} key-value heads of {heads}"
         raise ValueError(
             f"{method}: {over} ranks do not divide {what}; use {' or '.join(map(str, good))} ranks, or cp_method=ring"
         )
+
+
+def head_ranks(method: Method, ranks: int, inner: int = 1) -> int:
+    """Those of `ranks` that deal heads out among themselves, neighbours: all with ulysses, `inner` with usp, else 1."""
+    return {"ulysses": ranks, "usp": inner}.get(method, 1)
 
 
 def shared_heads(kv_heads: int, ranks: int) -> int:

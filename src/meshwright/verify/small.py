@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from meshwright.predict.params import unit_counts, units
-from meshwright.spec.context import grain, head_ranks
+from meshwright.spec.context import grain
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import Batch, RunSpec
@@ -19,7 +19,7 @@ def small_model(spec: ModelSpec, layout: Layout) -> ModelSpec:
 
     The ranks of `layout` can share its heads and its feed-forward where they can share those of `spec`.
     """
-    tp, ranks = layout.tp, layout.tp * head_ranks(layout)
+    tp, ranks = layout.tp, layout.tp * layout.head_ranks
     heads, groups = (4, 2) if 4 % ranks == 0 else (2 * ranks, math.gcd(spec.num_kv_heads, ranks))
     kv_heads = {spec.heads: None, 1: 1}.get(spec.num_kv_heads, groups)  # as many as heads, a single one, or groups
     size = {"layers": min(spec.layers, 2), "vocab": 101, "heads": heads, "hidden": 8 * heads, "head_dim": None}
