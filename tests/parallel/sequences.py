@@ -111,7 +111,7 @@ def all_differences(mesh: Mesh, cases: list[Case]) -> list[list[float]]:
     return [differences(mesh, case) for case in cases]
 
 
-def hold(ranks: Any, cp: int, cases: list[Case], bound: float = 1e-10) -> None:
+def assert_whole(ranks: Any, cp: int, cases: list[Case], bound: float = 1e-10) -> None:
     """Run the cases on `cp` ranks and hold out, dq, dk and dv against the whole's."""
     for found in ranks.run(cp, all_differences, cases, axes={"cp": cp}):
         for case, values in zip(cases, found, strict=True):

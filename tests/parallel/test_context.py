@@ -13,7 +13,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.parallel.context import attend, gathered_attention, ring_attention, rsa_attention
 from meshwright.parallel.sight import Context
 from meshwright.spec.errors import UserError
-from parallel.sequences import FUNCTIONS, Case, hold, influence, mine
+from parallel.sequences import FUNCTIONS, Case, assert_whole, influence, mine
 
 ORDERS = ("contiguous", "zigzag", "striped")
 
@@ -26,14 +26,16 @@ def test_out_and_gradients_are_those_of_the_whole(ranks, cp, method):
         for order, causal in itertools.product(ORDERS, (True, False))
         for heads, kv_heads, batch in ((4, 2, 2), (3, 3, 1))
     ]
-    hold(ranks, cp, cases)
+    assert_whole(ranks, cp, cases)
 
 
 @pytest.mark.parametrize("method", ["gather", "rsa", "ring"])
 @pytest.mark.parametrize("cp", [2, 4])
 def test_windows_end_where_they_do_in_the_whole(ranks, cp, method):
     """Within a chunk, at its border, one before and one behind it; over several; and wider than the sequence."""
-    hold(ranks, cp, [Case(method, order, window=w) for order in ORDERS for w in (1, 2, 3, 5, 6, 7, 12, 13, 23, 24, 99)])
+    assert_whole(
+        ranks, cp, [Case(method, order, window=w) for order in ORDERS for w in (1, 2, 3, 5, 6, 7, 12, 13, 23, 24, 99)]
+    )
 
 
 @pytest.mark.parametrize("method", ["gather", "rsa", "ring"])
@@ -45,7 +47,7 @@ def test_queries_see_their_own_document(ranks, cp, method):
     cases = [Case(method, order, documents=ids[0], window=w) for order in ORDERS for w in (None, 4)]
     cases += [Case(method, order, documents=(ids[1], ids[0])) for order in ORDERS]
     cases += [Case(method, order, documents=(ids[1], ids[2]), causal=False) for order in ORDERS]
-    hold(ranks, cp, cases)
+    assert_whole(ranks, cp, cases)
 
 
 @pytest.mark.parametrize(("method", "inner"), [("gather", 1), ("rsa", 1), ("ring", 1), ("ulysses", 1), ("usp", 2)])
@@ -56,14 +58,14 @@ def test_documents_that_are_cut_each_by_itself(ranks, method, inner):
         for order in ORDERS
         for causal, window in ((True, None), (True, 3), (False, None))
     ]
-    hold(ranks, 4, cases)
+    assert_whole(ranks, 4, cases)
 
 
 @pytest.mark.parametrize("method", ["gather", "rsa", "ring"])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
 def test_narrow_numbers(ranks, method, dtype, bound):
     """Partial outputs of 16 bits, a few hundred keys: about four roundings of 2⁻⁹ (bfloat16) or 2⁻¹² (float16)."""
-    hold(ranks, 4, [Case(method, order, length=256, dtype=dtype) for order in ORDERS], bound)
+    assert_whole(ranks, 4, [Case(method, order, length=256, dtype=dtype) for order in ORDERS], bound)
 
 
 @pytest.mark.parametrize("method", ["gather", "rsa", "ring"])

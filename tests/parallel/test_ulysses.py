@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshwright.spec.errors import UserError
-from parallel.sequences import Case, all_differences, hold, influence
+from parallel.sequences import Case, all_differences, assert_whole, influence
 
 ORDERS = ("contiguous", "zigzag", "striped")
 
@@ -22,7 +22,7 @@ def test_ulysses_is_the_whole(ranks, cp):
         for order, causal, batch in itertools.product(ORDERS, (True, False), (1, 2))
         for heads, kv_heads in by_ranks[cp]
     ]
-    hold(ranks, cp, cases)
+    assert_whole(ranks, cp, cases)
 
 
 def test_usp_is_the_whole(ranks):
@@ -31,13 +31,13 @@ def test_usp_is_the_whole(ranks):
         for order, causal, batch in itertools.product(ORDERS, (True, False), (1, 2))
         for heads, kv_heads in ((4, 2), (4, 1), (6, 6))
     ]
-    hold(ranks, 4, cases)
+    assert_whole(ranks, 4, cases)
 
 
 def test_usp_of_three_by_two_and_two_by_three(ranks):
     cases = [Case("usp", order, inner=3, heads=6, kv_heads=3, batch=1) for order in ORDERS]
     cases += [Case("usp", order, inner=2, heads=4, kv_heads=1, batch=1) for order in ORDERS]
-    hold(ranks, 6, cases)
+    assert_whole(ranks, 6, cases)
 
 
 def test_windows_and_documents(ranks):
@@ -51,13 +51,13 @@ def test_windows_and_documents(ranks):
         for window, documents in (*((w, None) for w in (1, 2, 3, 5, 6, 7, 12, 23, 99)), (None, ids), (4, ids))
     ]
     cases += [Case("usp", order, False, inner=2, documents=(ids, others)) for order in ORDERS]
-    hold(ranks, 4, cases)
+    assert_whole(ranks, 4, cases)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
 def test_narrow_numbers(ranks, dtype, bound):
     cases = [Case("ulysses", length=256, dtype=dtype), Case("usp", length=256, dtype=dtype, inner=2)]
-    hold(ranks, 4, [*cases, Case("ulysses", length=256, dtype=dtype, kv_heads=1)], bound)
+    assert_whole(ranks, 4, [*cases, Case("ulysses", length=256, dtype=dtype, kv_heads=1)], bound)
 
 
 def test_a_token_changes_what_comes_behind_it_and_nothing_else(ranks):

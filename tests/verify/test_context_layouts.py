@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -12,15 +11,11 @@ from meshwright.comm.mesh import Mesh
 from meshwright.model.loss import IGNORE
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec, RopeScaling
-from meshwright.spec.run import Batch, Data, LrSchedule, Optimizer, RunSpec
+from meshwright.spec.run import Data, RunSpec
 from meshwright.train.trainer import Totals, Trainer
-from meshwright.verify.evidence import Evidence
-from meshwright.verify.judge import judge
-from meshwright.verify.reference import reference
-from meshwright.verify.report import Report
 from meshwright.verify.small import small_run
-from meshwright.verify.unequal import UnequalData, proof_data
-from meshwright.verify.worker import collect
+from meshwright.verify.unequal import UnequalData
+from verify.proofs import on_ranks, prove, small_proof
 
 LLAMA = ModelSpec(family="llama", vocab=37, hidden=24, layers=2, heads=4, kv_heads=2, ffn=40, max_seq=32)
 GPT2 = ModelSpec(family="gpt2", vocab=37, hidden=24, layers=2, heads=4, max_seq=32)
@@ -38,39 +33,13 @@ LOOPS = ("dp", "cp", "tp", "pp")
 
 
 def make_run(model: str, sequences: int, layout: dict[str, Any], **options: Any) -> RunSpec:
-    return RunSpec(
-        model=MODELS[model],
-        data=Data(seq_len=16),
-        batch=Batch(sequences=sequences, micro=2),
-        layout=Layout(**{"dp": 1, "zero_join": 0, **layout}),
-        precision="float64",
-        optimizer=Optimizer(clip=0.5),
-        lr_schedule=LrSchedule(warmup=2),
-        **options,
-    )
+    return small_proof(MODELS[model], Data(seq_len=16), sequences, layout, **options)
 
 
-@functools.cache
-def expected(model: str, sequences: int, loss: str) -> Evidence:
-    run = make_run(model, sequences, {}, loss=loss)
-    return reference(run, proof_data(run), 2)
-
-
-def evidence(mesh: Mesh, run: RunSpec) -> Evidence:
-    return collect(run, mesh, proof_data(run), 2)
-
-
-def on_ranks(ranks: Any, run: RunSpec, function: Any, *args: Any) -> list[Any]:
-    axes = {axis: run.layout.size(axis) for axis in ("tp", "cp", "dp")}
-    found: list[Any] = ranks.run(run.layout.world, function, run, *args, axes=axes, order=run.layout.order)
-    return found
-
-
-def assert_proven(report: Report) -> None:
-    assert report.passed, report.findings
-    assert report.worst < 1e-10
-    exact = (*report.traffic, *report.states, *report.activations)
-    assert all(check.expected == check.found for check in exact), report.activation_differences
+def prove_exactly(ranks: Any, run: RunSpec) -> None:
+    """What is kept for backward to the byte too; and the ranks have sent each other something."""
+    report = prove(ranks, run)
+    assert all(check.expected == check.found for check in report.activations), report.activation_differences
     assert any("over cp, cp." in check.what or "over cp." in check.what for check in report.traffic)
 
 
@@ -99,20 +68,17 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("model", "layout"), CASES, ids=str)
 def test_layouts(ranks: Any, model: str, layout: dict[str, Any]) -> None:
-    run = make_run(model, 5, layout)
-    assert_proven(judge(run, 2, on_ranks(ranks, run, evidence), expected(model, 5, "full")))
+    prove_exactly(ranks, make_run(model, 5, layout))
 
 
 def test_a_chunked_loss(ranks: Any) -> None:
-    run = make_run("llama", 5, {"cp": 2, "zero": 1}, loss="chunked")
-    assert_proven(judge(run, 2, on_ranks(ranks, run, evidence), expected("llama", 5, "chunked")))
+    prove_exactly(ranks, make_run("llama", 5, {"cp": 2, "zero": 1}, loss="chunked"))
 
 
 @pytest.mark.parametrize("layout", [{"zero": 3}, {"zero": 0}, {"dp": 2, "tp": 2, "sp": True, "zero": 3}], ids=str)
 def test_ranks_without_a_sequence(ranks: Any, layout: dict[str, Any]) -> None:
     """At ZeRO 3 the context ranks of a place without one compute the shortest sequence that they can share."""
-    run = make_run("gpt2, dropout", 1, {"dp": 2, "cp": 2, **layout})
-    assert_proven(judge(run, 2, on_ranks(ranks, run, evidence), expected("gpt2, dropout", 1, "full")))
+    prove_exactly(ranks, make_run("gpt2, dropout", 1, {"dp": 2, "cp": 2, **layout}))
 
 
 class OnePart(UnequalData):

@@ -3,7 +3,6 @@ holds."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -17,16 +16,13 @@ from meshwright.parallel import context
 from meshwright.predict.memory import memory
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.run import Batch, Checkpoint, Data, LrSchedule, Optimizer, RunSpec
+from meshwright.spec.run import Batch, Checkpoint, Data, RunSpec
 from meshwright.train.inputs import Share
 from meshwright.train.trainer import Totals, Trainer
-from meshwright.verify.evidence import Evidence
-from meshwright.verify.judge import judge
 from meshwright.verify.peak import peak
-from meshwright.verify.reference import reference
 from meshwright.verify.small import small_run
 from meshwright.verify.unequal import UnequalData, proof_data
-from meshwright.verify.worker import collect
+from verify.proofs import alone, on_ranks, prove, small_proof
 
 LLAMA = ModelSpec(family="llama", vocab=37, hidden=24, layers=2, heads=4, kv_heads=2, ffn=40, max_seq=32)
 GPT2 = ModelSpec(family="gpt2", vocab=37, hidden=24, layers=2, heads=4, max_seq=32)
@@ -41,41 +37,7 @@ PACKED = Data(seq_len=16, packing="documents")
 
 
 def make_run(model: str, layout: dict[str, Any], sequences: int = 7, **options: Any) -> RunSpec:
-    return RunSpec(
-        model=MODELS[model],
-        data=PACKED,
-        batch=Batch(sequences=sequences, micro=2),
-        layout=Layout(**{"dp": 1, "zero_join": 0, **layout}),
-        precision="float64",
-        optimizer=Optimizer(clip=0.5),
-        lr_schedule=LrSchedule(warmup=2),
-        **options,
-    )
-
-
-@functools.cache
-def expected(model: str, **options: Any) -> Evidence:
-    run = make_run(model, {}, **options)
-    return reference(run, proof_data(run), 2)
-
-
-def evidence(mesh: Mesh, run: RunSpec) -> Evidence:
-    return collect(run, mesh, proof_data(run), 2)
-
-
-def on_ranks(ranks: Any, run: RunSpec, function: Any, *args: Any) -> list[Any]:
-    axes = {axis: run.layout.size(axis) for axis in ("tp", "cp", "dp")}
-    found: list[Any] = ranks.run(run.layout.world, function, run, *args, axes=axes, order=run.layout.order)
-    return found
-
-
-def prove(ranks: Any, model: str, layout: dict[str, Any], **options: Any) -> None:
-    """Losses, gradients, moments and parameters below 1e-10; bytes sent, held and kept for backward to the byte."""
-    run = make_run(model, layout, **options)
-    report = judge(run, 2, on_ranks(ranks, run, evidence), expected(model, **options))
-    assert report.passed, report.findings
-    assert report.worst < 1e-10
-    assert all(check.expected == check.found for check in (*report.traffic, *report.states))
+    return small_proof(MODELS[model], PACKED, sequences, layout, **options)
 
 
 # -- the proof's documents -------------------------------------------------------------------------------------------
@@ -105,7 +67,7 @@ def test_documents_of_a_proof_are_unequal() -> None:
     [(name, how) for name in MODELS for how in ("sdpa", "explicit") if how == "explicit" or "weights" not in name],
 )
 def test_one_device(ranks: Any, model: str, attention: str) -> None:
-    prove(ranks, model, {}, attention=attention)
+    prove(ranks, make_run(model, {}, attention=attention))
 
 
 @pytest.mark.parametrize(
@@ -121,11 +83,11 @@ def test_one_device(ranks: Any, model: str, attention: str) -> None:
 )
 @pytest.mark.parametrize("model", ["window", "gpt2, dropout"])
 def test_ranks(ranks: Any, model: str, layout: dict[str, Any]) -> None:
-    prove(ranks, model, layout)
+    prove(ranks, make_run(model, layout))
 
 
 def test_a_rank_without_a_sequence(ranks: Any) -> None:
-    prove(ranks, "llama", {"dp": 2, "zero": 3}, sequences=1)
+    prove(ranks, make_run("llama", {"dp": 2, "zero": 3}, sequences=1))
 
 
 def scored(mesh: Mesh, run: RunSpec) -> Totals:
@@ -136,7 +98,7 @@ def test_validation_knows_documents(ranks: Any) -> None:
     """It scores what the first step does before any update."""
     run = make_run("llama", {}, sequences=5)
     (found,) = on_ranks(ranks, run, scored)
-    assert found.loss == pytest.approx(expected("llama", sequences=5).losses[0], rel=1e-12)
+    assert found.loss == pytest.approx(alone(run).losses[0], rel=1e-12)
 
 
 def test_the_small_run_of_a_proof_is_packed_too() -> None:
@@ -152,13 +114,13 @@ ORDERS = ("contiguous", "zigzag", "striped")
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("method", METHODS)
 def test_methods_and_orders(ranks: Any, method: str, order: str) -> None:
-    prove(ranks, "window", {"cp": 2, "cp_order": order, "cp_method": method})
+    prove(ranks, make_run("window", {"cp": 2, "cp_order": order, "cp_method": method}))
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_learned_positions(ranks: Any, order: str) -> None:
     """Rotary ones only tell how far apart two tokens are, and so not where a document begins."""
-    prove(ranks, "gpt2, dropout", {"cp": 2, "cp_order": order})
+    prove(ranks, make_run("gpt2, dropout", {"cp": 2, "cp_order": order}))
 
 
 @pytest.mark.parametrize(
@@ -171,12 +133,12 @@ def test_learned_positions(ranks: Any, order: str) -> None:
     ids=str,
 )
 def test_four_context_ranks(ranks: Any, model: str, layout: dict[str, Any]) -> None:
-    prove(ranks, model, {"cp": 4, **layout})
+    prove(ranks, make_run(model, {"cp": 4, **layout}))
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_documents_that_are_not_causal(ranks: Any, method: str) -> None:
-    prove(ranks, "not causal", {"cp": 2, "cp_method": method})
+    prove(ranks, make_run("not causal", {"cp": 2, "cp_method": method}))
 
 
 def changed(mesh: Mesh, layouts: list[Layout], places: list[int]) -> list[list[list[int]]]:
@@ -228,18 +190,18 @@ def test_a_token_changes_what_is_behind_it_in_its_document_and_nothing_else(rank
     ids=str,
 )
 def test_context_ranks_beside_others(ranks: Any, layout: dict[str, Any]) -> None:
-    prove(ranks, "gpt2, dropout" if layout.get("recompute") == "full" else "window", layout)
+    prove(ranks, make_run("gpt2, dropout" if layout.get("recompute") == "full" else "window", layout))
 
 
 def test_context_ranks_without_a_sequence(ranks: Any) -> None:
     """In the second micro-batch they compute something of another length, which has no documents."""
-    prove(ranks, "llama", {"cp": 2, "dp": 2, "zero": 3}, sequences=5)
+    prove(ranks, make_run("llama", {"cp": 2, "dp": 2, "zero": 3}, sequences=5))
 
 
 def test_context_ranks_score_what_one_does(ranks: Any) -> None:
     run = make_run("window", {"cp": 2}, sequences=5)
     for found in on_ranks(ranks, run, scored):
-        assert found.loss == pytest.approx(expected("window", sequences=5).losses[0], rel=1e-12)
+        assert found.loss == pytest.approx(alone(run).losses[0], rel=1e-12)
 
 
 # -- the most that is held -------------------------------------------------------------------------------------------

@@ -1,0 +1,64 @@
+"""Runs of small models, held against the plain model on one device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from meshwright.comm.mesh import Mesh
+from meshwright.spec.layout import Layout
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.run import Batch, Data, LrSchedule, Optimizer, RunSpec
+from meshwright.verify.evidence import Evidence
+from meshwright.verify.judge import judge
+from meshwright.verify.reference import reference
+from meshwright.verify.report import Report
+from meshwright.verify.unequal import proof_data
+from meshwright.verify.worker import collect
+
+STEPS = 2
+
+
+def small_proof(model: ModelSpec, data: Data, sequences: int, layout: dict[str, Any], **options: Any) -> RunSpec:
+    """In float64, with clipping that acts."""
+    return RunSpec(
+        model=model,
+        data=data,
+        batch=Batch(sequences=sequences, micro=2),
+        layout=Layout(**{"dp": 1, "zero_join": 0, **layout}),
+        precision="float64",
+        optimizer=Optimizer(clip=0.5),
+        lr_schedule=LrSchedule(warmup=2),
+        **options,
+    )
+
+
+def alone(run: RunSpec) -> Evidence:
+    """What the plain model comes to in this run, the same in every layout."""
+    return _alone(run.model_copy(update={"layout": Layout(dp=1, zero_join=0)}))
+
+
+@functools.cache
+def _alone(run: RunSpec) -> Evidence:
+    return reference(run, proof_data(run), STEPS)
+
+
+def evidence(mesh: Mesh, run: RunSpec) -> Evidence:
+    return collect(run, mesh, proof_data(run), STEPS)
+
+
+def on_ranks(ranks: Any, run: RunSpec, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """`function(mesh, run, *args)` of every rank of the run's layout."""
+    axes = {axis: run.layout.size(axis) for axis in ("tp", "cp", "dp")}
+    found: list[Any] = ranks.run(run.layout.world, function, run, *args, axes=axes, order=run.layout.order)
+    return found
+
+
+def prove(ranks: Any, run: RunSpec) -> Report:
+    """Losses, gradients, moments and parameters below 1e-10; bytes sent and held to the byte."""
+    report = judge(run, STEPS, on_ranks(ranks, run, evidence), alone(run))
+    assert report.passed, report.findings
+    assert report.worst < 1e-10
+    assert all(check.expected == check.found for check in (*report.traffic, *report.states))
+    return report
