@@ -161,11 +161,11 @@ def test_a_context_is_told_anew(ranks):
 def borrowed(mesh):
     """How many buffers forward and backward have taken, and how many they have given back."""
     scratch = mesh.group("cp").scratch
-    with mock.patch.object(scratch, "take", wraps=scratch.take) as take:
-        with mock.patch.object(scratch, "give", wraps=scratch.give) as give:
-            for window in (None, 1):
-                q, k, v = (torch.ones(1, 4, 2, 8, requires_grad=True) for _ in range(3))
-                ring_attention(q, k, v, mesh, window=window).sum().backward()
+    counted = (mock.patch.object(scratch, name, wraps=getattr(scratch, name)) for name in ("take", "give"))
+    with next(counted) as take, next(counted) as give:
+        for window in (None, 1):
+            q, k, v = (torch.ones(1, 4, 2, 8, requires_grad=True) for _ in range(3))
+            ring_attention(q, k, v, mesh, window=window).sum().backward()
     return take.call_count, give.call_count
 
 

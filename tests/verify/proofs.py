@@ -62,3 +62,12 @@ def prove(ranks: Any, run: RunSpec) -> Report:
     assert report.worst < 1e-10
     assert all(check.expected == check.found for check in (*report.traffic, *report.states))
     return report
+
+
+FAULTY = small_proof(
+    ModelSpec(family="llama", vocab=37, hidden=16, layers=2, heads=2, ffn=24, max_seq=32),
+    Data(seq_len=10),
+    11,
+    {"dp": 2},
+)
+"""The run that faults are planted in."""
