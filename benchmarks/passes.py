@@ -15,7 +15,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -36,99 +36,113 @@ POPULATE_READ = 22  # MADV_POPULATE_READ
 PART = 63 * COLUMNS * 4  # bytes that `checksum` takes at once
 
 
-def loading(folder: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Callable[[], None]]:
-    """The file of `write` below `folder`, and the library's, into `tensors`."""
-    file, plain = folder / "rank-00000.safetensors", folder / "plain"
-    size, stored = tensorfile.write(file, list(tensors.items()))
-    save_file(tensors, plain)
-    parts = [Part.whole(name, tensor) for name, tensor in tensors.items()]
-    boxes = {p.name: StoredBox(p.box, file.name, p.name, stored[p.name]) for p in parts}
-    entries = {p.name: Entry(p.tensor.dtype, p.shape, (boxes[p.name],)) for p in parts}
-    found = Manifest({}, {file.name: size}, entries)
-    places = sorted((s.start, memoryview(tensorfile.as_bytes(tensors[name]).numpy())) for name, s in stored.items())
+class Loads:
+    """The file of `write` below `folder`, and the library's, in many ways into `tensors`."""
 
-    def library() -> None:
-        for name, tensor in load_file(plain).items():
-            tensors[name].copy_(tensor)
+    def __init__(self, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+        self.folder, self.tensors = folder, tensors
+        self.file, self.plain = folder / "rank-00000.safetensors", folder / "plain"
+        size, stored = tensorfile.write(self.file, list(tensors.items()))
+        save_file(tensors, self.plain)
+        self.parts = [Part.whole(name, tensor) for name, tensor in tensors.items()]
+        boxes = {p.name: StoredBox(p.box, self.file.name, p.name, stored[p.name]) for p in self.parts}
+        entries = {p.name: Entry(p.tensor.dtype, p.shape, (boxes[p.name],)) for p in self.parts}
+        self.found = Manifest({}, {self.file.name: size}, entries)
+        self.places = sorted(
+            (s.start, memoryview(tensorfile.as_bytes(tensors[name]).numpy())) for name, s in stored.items()
+        )
 
-    def read(summed: bool) -> None:
-        with open(file, "rb", buffering=0) as stream:
-            for start, into in places:
+    def ways(self) -> dict[str, Callable[[], None]]:
+        return {
+            "load_file and a copy": self.library,
+            "read": lambda: self.read(False),
+            "read, and a checksum of all 1.6 MB": lambda: self.read(True),
+            "read, and a checksum after each 254 KiB": self.by_parts,
+            "the same by a buffer, and a copy out of it": self.through_a_buffer,
+            "checkpoint.read": lambda: checkpoint.read(self.folder, self.parts, self.found),
+            "a checksum of the mapped file, and a copy": lambda: self.mapped(False),
+            "the same, populated first": lambda: self.mapped(True),
+            "mapped: each 254 KiB a copy, then a checksum": lambda: self.copied_then_summed(False),
+            "the same, each box populated first": lambda: self.copied_then_summed(True),
+            "checksums alone": self.sums,
+            "checksums alone, of a buffer in the cache": lambda: self.from_the_cache(checksum),
+            "copies alone, out of a buffer in the cache": lambda: self.from_the_cache(None),
+        }
+
+    def library(self) -> None:
+        for name, tensor in load_file(self.plain).items():
+            self.tensors[name].copy_(tensor)
+
+    def read(self, summed: bool) -> None:
+        with open(self.file, "rb", buffering=0) as stream:
+            for start, into in self.places:
                 stream.seek(start)
                 stream.readinto(into)
                 if summed:
                     checksum(into)
 
-    def by_parts() -> None:
-        with open(file, "rb", buffering=0) as stream:
-            for start, into in places:
+    def by_parts(self) -> None:
+        with open(self.file, "rb", buffering=0) as stream:
+            for start, into in self.places:
                 stream.seek(start)
                 checksum(into, stream.readinto)  # type: ignore[attr-defined]
 
-    def through_a_buffer() -> None:
+    def through_a_buffer(self) -> None:
         buffer = memoryview(bytearray(PART))
-        with open(file, "rb", buffering=0) as stream:
-            for start, into in places:
+        with open(self.file, "rb", buffering=0) as stream:
+            for start, into in self.places:
                 stream.seek(start)
-                for first in range(0, len(into), PART):
-                    there = into[first : first + PART]
+                for there in _parts(into):
                     stream.readinto(buffer[: len(there)])
                     checksum(buffer[: len(there)])
                     there[:] = buffer[: len(there)]
 
-    def from_the_cache(summed: Callable[[memoryview], int] | None) -> None:
+    def sums(self) -> None:
+        for _, into in self.places:
+            checksum(into)
+
+    def from_the_cache(self, summed: Callable[[memoryview], int] | None) -> None:
         buffer = memoryview(bytearray(PART))
-        for _, into in places:
-            for first in range(0, len(into), PART):
-                there = into[first : first + PART]
+        for _, into in self.places:
+            for there in _parts(into):
                 came = buffer[: len(there)]
                 if summed:
                     summed(came)
                 else:
                     there[:] = came
 
-    def copied_then_summed(populated: bool) -> None:
-        with open(file, "rb") as stream, mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ) as whole:
-            for start, into in places:
-                page = start // mmap.PAGESIZE * mmap.PAGESIZE
+    def copied_then_summed(self, populated: bool) -> None:
+        with open(self.file, "rb") as stream, mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ) as whole:
+            for start, into in self.places:
                 if populated:
-                    whole.madvise(POPULATE_READ, page, start + len(into) - page)
+                    whole.madvise(POPULATE_READ, *_pages(start, into))
                 content = memoryview(whole)[start : start + len(into)]
-                copied = [into[i : i + PART] for i in range(0, len(into), PART)]
-                for i, there in enumerate(copied):
-                    came = content[i * PART : i * PART + len(there)]
+                for there, came in zip(_parts(into), _parts(content), strict=True):
                     there[:] = came
                     checksum(came)
                     came.release()
                 content.release()
 
-    def mapped(populated: bool) -> None:
-        with open(file, "rb") as stream, mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ) as whole:
-            for start, into in places:
-                page = start // mmap.PAGESIZE * mmap.PAGESIZE
+    def mapped(self, populated: bool) -> None:
+        with open(self.file, "rb") as stream, mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ) as whole:
+            for start, into in self.places:
                 if populated:
-                    whole.madvise(POPULATE_READ, page, start + len(into) - page)
+                    whole.madvise(POPULATE_READ, *_pages(start, into))
                 content = np.frombuffer(whole, np.uint8, len(into), start)
                 checksum(memoryview(content))
                 np.frombuffer(into, np.uint8)[:] = content
                 del content
-                whole.madvise(mmap.MADV_DONTNEED, page, start + len(into) - page)
+                whole.madvise(mmap.MADV_DONTNEED, *_pages(start, into))
 
-    return {
-        "load_file and a copy": library,
-        "read": lambda: read(False),
-        "read, and a checksum of all 1.6 MB": lambda: read(True),
-        "read, and a checksum after each 254 KiB": by_parts,
-        "the same by a buffer, and a copy out of it": through_a_buffer,
-        "checkpoint.read": lambda: checkpoint.read(folder, parts, found),
-        "a checksum of the mapped file, and a copy": lambda: mapped(False),
-        "the same, populated first": lambda: mapped(True),
-        "mapped: each 254 KiB a copy, then a checksum": lambda: copied_then_summed(False),
-        "the same, each box populated first": lambda: copied_then_summed(True),
-        "checksums alone": lambda: [checksum(into) for _, into in places] and None,
-        "checksums alone, of a buffer in the cache": lambda: from_the_cache(checksum),
-        "copies alone, out of a buffer in the cache": lambda: from_the_cache(None),
-    }
+
+def _parts(content: memoryview) -> Iterator[memoryview]:
+    return (content[first : first + PART] for first in range(0, len(content), PART))
+
+
+def _pages(start: int, into: memoryview) -> tuple[int, int]:
+    """Offset and length of the pages that hold a box at `start`."""
+    page = start // mmap.PAGESIZE * mmap.PAGESIZE
+    return page, start + len(into) - page
 
 
 def saving(folder: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Callable[[], None]]:
@@ -167,7 +181,7 @@ def contest(rank: int, megabytes: int, rounds: int, below: str) -> None:
     folder = Path(below) / str(rank)
     folder.mkdir()
     tensors = {f"{i:04d}": torch.randn(BOX) for i in range(megabytes * 10**6 // (4 * BOX))}
-    ways = loading(folder, tensors) | saving(folder, tensors)
+    ways = Loads(folder, tensors).ways() | saving(folder, tensors)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds + 1):
         for name, way in ways.items() if number % 2 else reversed(ways.items()):
