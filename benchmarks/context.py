@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -31,13 +30,6 @@ from meshwright.spec.sequence import Method, Order, spans
 from meshwright.verify.peak import SCRATCH, Watch
 
 WIDTH = 64
-FUNCTIONS: dict[Method, Callable[..., Tensor]] = {
-    "gather": context.gathered_attention,
-    "rsa": context.rsa_attention,
-    "ring": context.ring_attention,
-    "ulysses": context.ulysses_attention,
-    "usp": context.usp_attention,
-}
 RACES = [(4096, (8, 8)), (4096, (8, 2)), (4096, (2, 2)), (8192, (8, 2))]
 TABLE = [(length, heads) for length in (1024, 4096) for heads in ((8, 8), (8, 2))]
 FOUR = [(1024, (8, 8)), (1024, (8, 2)), (2048, (8, 2))]
@@ -79,8 +71,8 @@ class Step:
     def __call__(self) -> Tensor:
         for each in self.inputs:
             each.grad = None
-        options = {"inner": self.case.inner} if self.case.method == "usp" else {}
-        out = FUNCTIONS[self.case.method](*self.inputs, self.mesh, order=self.case.order, **options)
+        how = {"method": self.case.method, "order": self.case.order, "inner": self.case.inner}
+        out = context.attention(*self.inputs, self.mesh, **how)
         out.backward(self.grad)
         return out
 
@@ -185,6 +177,7 @@ def seconds_a_byte(mesh: Mesh) -> float:
 def memory(rank: int, mesh: Mesh) -> None:
     cp = mesh.sizes["cp"]
     for method in ("ring", "rsa"):
+        mesh = make_mesh(rank, cp)  # whose buffers have not grown for anything else
         case = Case(method, "zigzag", MEMORY, 2, 2)
         step = Step(case, mesh)
         scratch = mesh.group("cp").scratch
@@ -208,10 +201,13 @@ def memory(rank: int, mesh: Mesh) -> None:
         dist.barrier()
 
 
+def make_mesh(rank: int, ranks: int) -> Mesh:
+    sizes = {axis: ranks if axis == "cp" else 1 for axis in AXES}
+    return Mesh(sizes, AXES, rank, torch.device("cpu"), timeout=120)
+
+
 def run(rank: int, ranks: int, only: list[str], rounds: int) -> None:
-    mesh = Mesh(
-        {axis: ranks if axis == "cp" else 1 for axis in AXES}, AXES, rank, torch.device("cpu"), timeout=120
-    )  # fmt: skip
+    mesh = make_mesh(rank, ranks)
     if ranks == 4:
         table(rank, mesh, FOUR, 3)
         return

@@ -12,14 +12,6 @@ from meshwright.comm.mesh import Mesh
 from meshwright.parallel import context
 from meshwright.spec.sequence import Method, Order, spans
 
-FUNCTIONS = {
-    "ring": context.ring_attention,
-    "gather": context.gathered_attention,
-    "rsa": context.rsa_attention,
-    "ulysses": context.ulysses_attention,
-    "usp": context.usp_attention,
-}
-
 
 @dataclass(frozen=True)
 class Case:
@@ -39,12 +31,13 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        options: dict[str, Any] = {"order": self.order, "causal": self.causal, "window": self.window}
+        options: dict[str, Any] = {"method": self.method, "order": self.order, "inner": self.inner}
+        options |= {"causal": self.causal, "window": self.window}
         if self.documents is not None:
             options["documents"] = torch.tensor(self.documents)
         if self.packed is not None:
             options["packed"] = self.packed
-        return options | ({"inner": self.inner} if self.method == "usp" else {})
+        return options
 
     @property
     def ids(self) -> tuple[int, ...] | tuple[tuple[int, ...], ...] | None:
@@ -93,7 +86,7 @@ def differences(mesh: Mesh, case: Case) -> list[float]:
     expected = whole(*inputs, case)
     expected.backward(grad)
     parts = [mine(each.detach(), mesh, case.order, case.packed).to(case.dtype).requires_grad_() for each in inputs]
-    out = FUNCTIONS[case.method](*parts, mesh, **case.options)
+    out = context.attention(*parts, mesh, **case.options)
     assert out.dtype == case.dtype
     out.backward(mine(grad, mesh, case.order, case.packed).to(case.dtype))
     found = [out.detach(), *(each.grad for each in parts)]
@@ -131,7 +124,7 @@ def _changed(mesh: Mesh, case: Case, position: int) -> list[int]:
         k[:, position] += change
         v[:, position] -= change
         parts = [mine(each, mesh, case.order) for each in (q, k, v)]
-        outs.append(FUNCTIONS[case.method](*parts, mesh, **case.options))
+        outs.append(context.attention(*parts, mesh, **case.options))
     changed = (outs[0] != outs[1]).flatten(2).any(-1).any(0).contiguous()
     whole = changed.new_empty((mesh.sizes["cp"], *changed.shape))
     mesh.group("cp").all_gather(whole, changed, reason="test", phase="step")

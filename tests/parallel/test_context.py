@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from meshwright.comm.mesh import Mesh
-from meshwright.parallel.context import attend, gathered_attention, ring_attention, rsa_attention
+from meshwright.parallel.context import attend, attention, gathered_attention, ring_attention, rsa_attention
 from meshwright.parallel.sight import Context
 from meshwright.spec.errors import UserError
-from parallel.sequences import FUNCTIONS, Case, assert_whole, influence, mine
+from parallel.sequences import Case, assert_whole, influence, mine
 
 ORDERS = ("contiguous", "zigzag", "striped")
 
@@ -95,7 +95,7 @@ class Largest(TorchDispatchMode):
 def largest(mesh: Mesh, case: Case) -> int:
     *inputs, grad = (mine(each, mesh, case.order) for each in case.inputs())
     with Largest() as mode:
-        FUNCTIONS[case.method](*(each.requires_grad_() for each in inputs), mesh, **case.options).backward(grad)
+        attention(*(each.requires_grad_() for each in inputs), mesh, **case.options).backward(grad)
     return mode.elements
 
 
@@ -187,10 +187,10 @@ def odd(mesh):
         (q, k, k, {"documents": torch.zeros(3, 8, dtype=torch.int64)}),
     ]
     said = []
-    for attention in (ring_attention, gathered_attention, rsa_attention):
+    for one in (ring_attention, gathered_attention, rsa_attention):
         for *tensors, options in calls:
             with pytest.raises(UserError) as caught:
-                attention(*tensors, mesh, **options)
+                one(*tensors, mesh, **options)
             said.append(str(caught.value))
     return said, list(mesh.ledger.rows())
 

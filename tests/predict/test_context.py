@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from meshwright.comm.mesh import Mesh
+from meshwright.parallel.context import attention
 from meshwright.predict.context import (
     Attention,
     flops,
@@ -20,7 +21,7 @@ from meshwright.predict.context import (
 )
 from meshwright.spec.traffic import TrafficRow, wire_bytes
 from meshwright.verify.activations import storage_of
-from parallel.sequences import FUNCTIONS, Case, mine
+from parallel.sequences import Case, mine
 
 ORDERS = ("contiguous", "zigzag", "striped")
 METHODS = (("gather", 1), ("rsa", 1), ("ring", 1), ("ulysses", 1), ("usp", 2))
@@ -66,7 +67,7 @@ def measured(mesh: Mesh, cases: list[Case]) -> list[tuple[list[TrafficRow], list
             FlopCounterMode(display=False, custom_mapping=FUSED) as forward,
             torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
         ):
-            out = FUNCTIONS[case.method](q, k, v, mesh, micro=3, **case.options)
+            out = attention(q, k, v, mesh, micro=3, **case.options)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             F.linear(out.flatten(2), weight)
         with FlopCounterMode(display=False, custom_mapping=FUSED) as backward:
