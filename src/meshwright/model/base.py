@@ -19,7 +19,7 @@ from meshwright.spec.model import ModelSpec
 class LanguageModel(nn.Module, ABC):
     """A plain model for one device. `build` makes one.
 
-    A family gives `blocks`, `embed`, `context` (what every block gets beside the hidden states), `final_norm`,
+    A family gives `blocks`, `ends`, `embed`, `context` (what every block gets beside the hidden states), `final_norm`,
     `embedding_weight` and `lm_head`.
     """
 
@@ -34,6 +34,11 @@ class LanguageModel(nn.Module, ABC):
     def blocks(self) -> nn.ModuleList:
         """The repeated blocks, in order."""
 
+    @property
+    @abstractmethod
+    def ends(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Names of the layers before the blocks, the token table first, and of those behind them, the head last."""
+
     @abstractmethod
     def embed(self, tokens: Tensor, positions: Tensor | None, dropout: DropoutKey | None) -> Tensor:
         """tokens i64[B, T] -> hidden states [B, T, D]."""
@@ -42,12 +47,13 @@ class LanguageModel(nn.Module, ABC):
     def context(
         self,
         tokens: Tensor,
+        dtype: torch.dtype,
         positions: Tensor | None,
         length: int | None,
         documents: Tensor | None,
         dropout: DropoutKey | None,
     ) -> tuple[Any, ...]:
-        """Arguments of every block after the hidden states."""
+        """Arguments of every block after the hidden states, whose dtype is given."""
 
     @abstractmethod
     def final_norm(self, x: Tensor) -> Tensor:
@@ -81,16 +87,35 @@ class LanguageModel(nn.Module, ABC):
         Raises ValueError for documents with dynamic rope_scaling: frequencies would be those of the whole sequence's
         length, not of each document's.
         """
+        positions, length = self.placed(tokens, positions, length, documents)
+        x = self.embed(tokens, positions, dropout)
+        return self.head(self.chain(x, tokens, positions, length, documents, dropout), targets)
+
+    def placed(
+        self, tokens: Tensor, positions: Tensor | None, length: int | None, documents: Tensor | None
+    ) -> tuple[Tensor | None, int | None]:
+        """The positions that tokens get, and the length of the sequences that these are of; see `forward`."""
         if documents is not None:
             if self.spec.rope_scaling is not None and self.spec.rope_scaling.kind == "dynamic":
                 raise ValueError("documents do not go with dynamic rope_scaling, which depends on a sequence's length")
             if positions is None:
-                positions, length = positions_inside(documents), tokens.size(1)
-        context = self.context(tokens, positions, length, documents, dropout)
-        x = self.embed(tokens, positions, dropout)
+                return positions_inside(documents), tokens.size(1)
+        return positions, length
+
+    def chain(
+        self,
+        x: Tensor,
+        tokens: Tensor,
+        positions: Tensor | None,
+        length: int | None,
+        documents: Tensor | None,
+        dropout: DropoutKey | None,
+    ) -> Tensor:
+        """Hidden states [B, T, D] of `tokens` before the blocks -> behind them; positions and length as `placed`."""
+        context = self.context(tokens, x.dtype, positions, length, documents, dropout)
         for block in self.blocks:
             x = block(x, *context)
-        return self.head(x, targets)
+        return x
 
     def head(self, x: Tensor, targets: Tensor | None) -> Tensor:
         """Hidden states [B, T, D] to logits, or with targets to the sum of token losses."""

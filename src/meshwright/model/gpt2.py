@@ -78,6 +78,10 @@ class GPT2(LanguageModel):
     def blocks(self) -> nn.ModuleList:
         return self.transformer.h
 
+    @property
+    def ends(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return ("transformer.wte", "transformer.wpe"), ("transformer.ln_f", "lm_head")
+
     def embed(self, tokens: Tensor, positions: Tensor | None, dropout: DropoutKey | None) -> Tensor:
         length = tokens.size(1)
         if positions is None:
@@ -90,13 +94,14 @@ class GPT2(LanguageModel):
     def context(
         self,
         tokens: Tensor,
+        dtype: torch.dtype,
         positions: Tensor | None,
         length: int | None,
         documents: Tensor | None,
         dropout: DropoutKey | None,
     ) -> tuple[Any, ...]:
-        weight = self.embedding_weight()
-        return self.blocks[0].attn.core.mask(tokens.size(1), weight.dtype, weight.device, documents), dropout
+        core = next(iter(self.blocks)).attn.core
+        return core.mask(tokens.size(1), dtype, tokens.device, documents), dropout
 
     def final_norm(self, x: Tensor) -> Tensor:
         return self.transformer.ln_f(x)

@@ -86,20 +86,25 @@ class Llama(LanguageModel):
     def blocks(self) -> nn.ModuleList:
         return self.model.layers
 
+    @property
+    def ends(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return ("model.embed_tokens",), ("model.norm", "lm_head")
+
     def embed(self, tokens: Tensor, positions: Tensor | None, dropout: DropoutKey | None) -> Tensor:
         return self.model.embed_tokens(tokens)
 
     def context(
         self,
         tokens: Tensor,
+        dtype: torch.dtype,
         positions: Tensor | None,
         length: int | None,
         documents: Tensor | None,
         dropout: DropoutKey | None,
     ) -> tuple[Any, ...]:
         cos, sin = self.rotary(tokens.size(1) if positions is None else length, positions)
-        weight = self.embedding_weight()
-        return cos, sin, self.blocks[0].self_attn.core.mask(tokens.size(1), weight.dtype, weight.device, documents)
+        core = next(iter(self.blocks)).self_attn.core
+        return cos, sin, core.mask(tokens.size(1), dtype, tokens.device, documents)
 
     def final_norm(self, x: Tensor) -> Tensor:
         return self.model.norm(x)

@@ -128,11 +128,20 @@ def model_flops(spec: ModelSpec, *, seq: int, documents: Mapping[int, int] | Non
 
     documents: of sequences that they are packed into, how many there are of each length.
     """
+    return spec.layers * block_flops(spec, seq, documents) + head_flops(spec)
+
+
+def block_flops(spec: ModelSpec, seq: int, documents: Mapping[int, int] | None = None) -> float:
+    """Those of one block."""
     parts = documents or {seq: 1}
     pairs = sum(number * visible_pairs(spec, length) for length, number in parts.items())
     tokens = sum(number * length for length, number in parts.items())
-    attention = 4 * spec.layers * spec.heads * spec.head_width * pairs / tokens
-    return 3 * (2 * linear_weights(spec) + attention)
+    return 3 * (2 * sum(_block_weights(spec)) + 4 * spec.heads * spec.head_width * pairs / tokens)
+
+
+def head_flops(spec: ModelSpec) -> float:
+    """Those of the head."""
+    return 3 * 2 * spec.vocab * spec.hidden
 
 
 def utilisation(

@@ -10,12 +10,13 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from meshwright.spec.errors import UserError
 from meshwright.spec.sequence import Method, Order, head_ranks
-from meshwright.spec.words import join, not_yet, show
+from meshwright.spec.words import join, near, not_yet, show
 
 Axis = Literal["tp", "cp", "dp", "pp"]
 AXES: tuple[Axis, ...] = ("tp", "cp", "dp", "pp")
 STATE_AXES: tuple[Axis, ...] = ("dp", "cp")
 """Axes whose ranks hold the same parameters: over all of them gradients are summed, and ZeRO shards."""
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "naive")
 MOST_RANKS = 1_000_000  # far more than any machine has, and few enough to list
 JOIN = 1_000_000  # parameters: 4 MB of float32 gradients, a message whose time is mostly its bytes
 Operators = Literal["linear", "attention", "softmax", "activation"]
@@ -51,7 +52,16 @@ class Layout(BaseModel):
     cp_ulysses: Ranks | None = Field(
         None, description="cp_method=usp: neighbours that deal heads out; rings go over the others"
     )
-    pp: Ranks = Field(1, description="pipeline stages' ranks")
+    pp: Ranks = Field(1, description="pipeline ranks: each has a run of the model's blocks, or several")
+    pp_schedule: Annotated[str, Field(min_length=1)] = Field(
+        "1f1b", description="who computes which micro-batch when: naive, gpipe, 1f1b, interleaved, or a schedule file"
+    )
+    pp_chunks: Ranks = Field(1, description="pp_schedule=interleaved: stages of a pipeline rank")
+    pp_split: Literal["flops", "parameters", "layers"] | tuple[Annotated[int, Field(gt=0)], ...] = Field(
+        "flops",
+        description="how blocks are dealt out over stages: by what stages cost, embedding and head counted; by number "
+        "(layers); or the number of each stage's",
+    )
     ep: Ranks = Field(1, description="expert ranks, a part of dp × cp")
     zero: Annotated[int, Field(ge=0, le=3)] = Field(
         0, description="ZeRO stage: 1 shards states, 2 gradients, 3 parameters"
@@ -86,7 +96,7 @@ class Layout(BaseModel):
     def _available(self) -> Self:
         if sorted(self.order) != sorted(AXES):
             raise ValueError(f"order must name each of {', '.join(AXES)} once")
-        neutral = {"pp": 1, "ep": 1}
+        neutral = {"ep": 1}
         wrong = [
             not_yet(name, getattr(self, name), f"use {name}={show(value)}")
             for name, value in neutral.items()
@@ -97,6 +107,7 @@ class Layout(BaseModel):
         if self.sp and self.tp == 1:
             raise ValueError("sp=true goes beside tensor ranks; use tp=2 or more, or sp=false")
         self._context()
+        self._pipeline()
         if self.zero_shard is not None and self.zero == 0:
             raise ValueError("zero_shard belongs to zero=1, 2 or 3; zero=0 shards nothing")
         if self.zero < 3:
@@ -132,6 +143,38 @@ class Layout(BaseModel):
                 )
         elif self.cp_ulysses is not None:
             raise ValueError(f"cp_ulysses={self.cp_ulysses} belongs to cp_method=usp; leave it out")
+
+    def _pipeline(self) -> None:
+        if self.pp == 1:
+            for name in ("pp_schedule", "pp_chunks", "pp_split"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(f"{name}={show(getattr(self, name))} goes beside pipeline ranks; use pp=2 or more")
+            return
+        named = not self.schedule_file
+        if named and self.pp_schedule not in SCHEDULES:
+            raise ValueError(
+                f"pp_schedule={self.pp_schedule}: no such schedule{near(self.pp_schedule, SCHEDULES)}; there are "
+                f"{join([*SCHEDULES, 'a schedule file (….json)'])}"
+            )
+        if self.pp_schedule == "interleaved" and self.pp_chunks == 1:
+            raise ValueError("pp_schedule=interleaved gives each rank several stages; use pp_chunks=2 or more, or 1f1b")
+        if named and self.pp_schedule != "interleaved" and self.pp_chunks > 1:
+            raise ValueError(f"pp_chunks={self.pp_chunks} belongs to pp_schedule=interleaved; leave it out")
+        if isinstance(self.pp_split, tuple) and len(self.pp_split) != self.stages:
+            raise ValueError(
+                f"pp_split={show(list(self.pp_split))} is for {len(self.pp_split)} stages, and pp={self.pp}"
+                f"{f' × pp_chunks={self.pp_chunks}' if self.pp_chunks > 1 else ''} makes {self.stages}"
+            )
+
+    @property
+    def schedule_file(self) -> bool:
+        """Whether `pp_schedule` is the path of a file."""
+        return "/" in self.pp_schedule or self.pp_schedule.endswith(".json")
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages, of which each pipeline rank has as many."""
+        return self.pp * self.pp_chunks
 
     @property
     def kept_operators(self) -> tuple[Operators, ...]:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from meshwright.spec.context import check as check_context
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.pipeline import check as check_pipeline
 from meshwright.spec.presets import PRESETS
 from meshwright.spec.splitting import check as check_split
 
@@ -189,6 +190,7 @@ class RunSpec(Part):
             )
         check_split(self.model, self.layout, self.data.seq_len)
         check_context(self.model, self.layout, self.data.seq_len)
+        check_pipeline(self.model, self.layout)
         for axis in ("tp", "cp"):
             if self.layout.size(axis) > 1:
                 self._in_parts(axis)

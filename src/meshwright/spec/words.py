@@ -27,7 +27,8 @@ ALIASES = {
     "num_key_value_heads": "model.kv_heads", "intermediate_size": "model.ffn", "ffn_hidden_size": "model.ffn",
     "max_position_embeddings": "model.max_seq", "n_positions": "model.max_seq", "tie_word_embeddings": "model.tied",
     "data_parallel": "layout.dp", "tensor_parallel": "layout.tp", "pipeline_parallel": "layout.pp",
-    "zero_stage": "layout.zero", "ranks": "layout.dp",
+    "zero_stage": "layout.zero", "schedule": "layout.pp_schedule", "pipeline_schedule": "layout.pp_schedule",
+    "virtual_stages": "layout.pp_chunks", "chunks": "layout.pp_chunks", "ranks": "layout.dp",
 }  # fmt: skip
 
 # Dtypes as torch and others write them.
@@ -40,7 +41,6 @@ DTYPE_ALIASES = {
 # What a run will one day take and does not yet: values of fields, and fields with what holds in their place.
 LATER_VALUES: dict[str, tuple[object, ...]] = {}
 LATER_FIELDS = {
-    "layout.schedule": "leave it out: one stage needs no schedule",
     "model.experts": "leave it out: models are dense",
 }
 
@@ -141,6 +141,12 @@ def show(value: Any, limit: int = 60) -> str:
 def join(options: Sequence[str], word: str = "or") -> str:
     """ "a", "a or b", "a, b or c"."""
     return options[0] if len(options) == 1 else f"{', '.join(options[:-1])} {word} {options[-1]}"
+
+
+def near(value: str, choices: Sequence[str]) -> str:
+    """ "; did you mean gpipe?", or nothing where none of the choices is spelt like `value`."""
+    found = difflib.get_close_matches(value.lower(), choices, n=1)
+    return f"; did you mean {found[0]}?" if found else ""
 
 
 def meant(model: type[BaseModel], section: str, key: str) -> list[str]:

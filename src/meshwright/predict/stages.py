@@ -1,0 +1,63 @@
+"""The stages of a run's pipeline: which blocks each has by what they cost, and who does what when."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from meshwright.predict.flops import block_flops, head_flops
+from meshwright.predict.params import tensors
+from meshwright.schedule import make
+from meshwright.schedule.actions import Schedule
+from meshwright.spec.batch import micro_steps
+from meshwright.spec.layout import Layout
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.run import RunSpec
+from meshwright.spec.stages import Stage, balanced, stages
+
+
+@cache
+def stages_of(spec: ModelSpec, layout: Layout, seq: int) -> tuple[Stage, ...]:
+    """All stages of a model in training on sequences of `seq` tokens, from the embedding to the head."""
+    if layout.pp == 1:
+        return stages((spec.layers,))
+    split = layout.pp_split
+    if isinstance(split, tuple):
+        return stages(split)
+    before, block, after = _costs(spec, split, seq)
+    return stages(balanced((block,) * spec.layers, layout.stages, before=before, after=after))
+
+
+def _costs(spec: ModelSpec, by: str, seq: int) -> tuple[float, float, float]:
+    """What the embedding, each block and the head cost, in units of their own."""
+    if by == "layers":
+        return 0.0, 1.0, 0.0
+    if by == "flops":
+        return 0.0, block_flops(spec, seq), head_flops(spec)
+    before = block = after = 0
+    for tensor in tensors(spec):
+        if tensor.block is None:
+            before += tensor.numel if tensor.tied or tensor.lookup else 0
+            after += 0 if tensor.lookup else tensor.numel  # a tied table is held by both ends
+        else:
+            block += tensor.numel
+    return float(before), block / spec.layers, float(after)
+
+
+def stages_on(run: RunSpec, layout: Layout, rank: int) -> tuple[Stage, ...]:
+    """The stages that `rank`, its number in the world, has, in the order of forward."""
+    every = stages_of(run.model, layout, run.data.seq_len)
+    if layout.pp == 1:
+        return every
+    place = layout.coordinates(rank)["pp"]
+    return tuple(every[stage] for stage, holder in enumerate(schedule_of(run, layout).stages) if holder == place)
+
+
+def schedule_of(run: RunSpec, layout: Layout) -> Schedule:
+    """Who computes which micro-batch on which stage when. Raises UserError for what the schedule cannot take."""
+    micros = micro_steps(run.batch.sequences, layout.data_ranks, run.batch.micro)
+    return _schedule(layout.pp_schedule, layout.pp, micros, layout.pp_chunks)
+
+
+@cache
+def _schedule(name: str, ranks: int, micros: int, chunks: int) -> Schedule:
+    return make(name, ranks, micros, chunks)
