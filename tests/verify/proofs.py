@@ -50,7 +50,7 @@ def evidence(mesh: Mesh, run: RunSpec) -> Evidence:
 
 def on_ranks(ranks: Any, run: RunSpec, function: Callable[..., Any], *args: Any) -> list[Any]:
     """`function(mesh, run, *args)` of every rank of the run's layout."""
-    axes = {axis: run.layout.size(axis) for axis in ("tp", "cp", "dp")}
+    axes = {axis: run.layout.size(axis) for axis in ("tp", "cp", "dp", "pp")}
     found: list[Any] = ranks.run(run.layout.world, function, run, *args, axes=axes, order=run.layout.order)
     return found
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from operator import mul
 from typing import cast
@@ -53,8 +53,9 @@ class Mesh:
         self._timeout = timeout
         self._groups: dict[tuple[Axis, ...], Group] = {}
         self._parts: dict[tuple[str, int], Group] = {}
+        self._stood_aside: dict[tuple[str, int], object] = {}
         self._storage_group: dist.ProcessGroup | None = None
-        self._process_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._process_groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
         self._checks = Checks(rank, timeout) if self.world > 1 and Checks.wanted() else None
         self.world_group = self._group("world", range(self.world))
         _MESHES.add(self)
@@ -64,6 +65,7 @@ class Mesh:
         for group in (self.world_group, *self._groups.values(), *self._parts.values()):
             group.process_group = None
         self._process_groups.clear()
+        self._stood_aside.clear()
         self._storage_group = None
 
     def _locate(self, sizes: dict[Axis, int], order: Iterable[Axis], rank: int) -> None:
@@ -129,6 +131,45 @@ class Mesh:
             found.append(self._parts[key])
         return found[0], found[1]
 
+    def ends(self, axis: Axis) -> Group | None:
+        """The first and the last rank along an axis, named "pp.ends"; None on those between. All ranks of the axis must
+        ask at the same point."""
+        ranks = self.ranks_along(axis)
+        key = (f"{axis}.ends", 0)
+        if self.rank not in (ranks[0], ranks[-1]):
+            if key not in self._stood_aside:
+                self._stand_aside(key)
+            return None
+        if key not in self._parts:
+            self._parts[key] = self._group(key[0], dict.fromkeys((ranks[0], ranks[-1])))
+        return self._parts[key]
+
+    def channels(self, axis: Axis, wanted: Sequence[tuple[int, int, str]]) -> dict[tuple[int, int, str], Group]:
+        """For each (source, target, what) a group of the ranks at these two places of an axis, named after the axis,
+        with a communicator that nothing else uses; of those that this rank is in. `1 - rank` is the other's place.
+
+        All ranks of the axis must ask for the same, at the same point, once.
+        """
+        ranks, place = self.ranks_along(axis), self.coords[axis]
+        found: dict[tuple[int, int, str], Group] = {}
+        for number, together in enumerate(_rounds(wanted)):
+            mine = next((one for one in together if place in one[:2]), None)
+            if mine is None:
+                self._stand_aside((f"{axis}.channels", number))
+                continue
+            source, target, what = mine
+            purpose = f"{axis}.{what}.{source}>{target}"
+            found[mine] = self._group(axis, sorted((ranks[source], ranks[target])), purpose)
+        return found
+
+    def _stand_aside(self, key: tuple[str, int]) -> None:
+        """Take no part while other ranks make a group for themselves: make one of this rank alone.
+
+        torch names a group after its ranks and the number of groups that a rank has made so far, so that members find
+        each other by name only where all have made as many.
+        """
+        self._stood_aside[key] = dist.new_group([self.rank], use_local_synchronization=True)
+
     def ranks_along(self, *axes: Axis) -> list[int]:
         """Numbers of the ranks that differ from this one on the given axes only, ascending."""
         strides = self._strides
@@ -163,21 +204,22 @@ class Mesh:
             mesh_dim_names=cast("tuple[str, ...]", axes),
         )
 
-    def _group(self, name: str, ranks: Iterable[int]) -> Group:
+    def _group(self, name: str, ranks: Iterable[int], purpose: str = "") -> Group:
         ranks = tuple(ranks)
         if len(ranks) == 1:
             return Group(name, ranks, 0, None, self.ledger, self.blackbox)
-        process_group = self._process_group(ranks)
+        process_group = self._process_group(ranks, purpose)
         checker = self._checks.of(ranks) if self._checks is not None else None
         return Group(
             name, ranks, ranks.index(self.rank), process_group, self.ledger, self.blackbox, checker, self._scratch
         )
 
-    def _process_group(self, ranks: Iterable[int]) -> dist.ProcessGroup:
-        ranks = tuple(ranks)
-        known = self._process_groups.get(ranks)
+    def _process_group(self, ranks: Iterable[int], purpose: str = "") -> dist.ProcessGroup:
+        """That of these ranks; with a purpose one that is for this alone."""
+        key = purpose, tuple(ranks)
+        known, ranks = self._process_groups.get(key), key[1]
         if known is None:
-            if len(ranks) == self.world:
+            if len(ranks) == self.world and not purpose:
                 known = dist.group.WORLD
             else:
                 # Only the group's own ranks take part, so ranks with other groups need not come.
@@ -185,9 +227,22 @@ class Mesh:
                     list(ranks), timeout=timedelta(seconds=self._timeout), use_local_synchronization=True
                 )
             assert known is not None
-            self._process_groups[ranks] = known
+            self._process_groups[key] = known
             yield_to_computing()
         return known
+
+
+def _rounds(wanted: Sequence[tuple[int, int, str]]) -> list[list[tuple[int, int, str]]]:
+    """The channels in rounds, in each of which no place has more than one."""
+    rounds: list[list[tuple[int, int, str]]] = []
+    for channel in wanted:
+        free = (known for known in rounds if not any({*channel[:2]} & {*other[:2]} for other in known))
+        together = next(free, None)
+        if together is None:
+            rounds.append([channel])
+        else:
+            together.append(channel)
+    return rounds
 
 
 def close_all() -> None:

@@ -66,10 +66,10 @@ def dropout(masks: str, p: float, place: int) -> Dropout | TorchDropout:
     return Dropout(p, place) if masks == "counter" else TorchDropout(p)
 
 
-def seed_torch(seed: int, step: int, rank: int, micro: int) -> None:
-    """Set torch's generators, of all devices, to where a data rank's micro-batch begins; so a resumed run goes on with
-    the masks that it would have had."""
-    torch.manual_seed(_hash64(f"torch:{seed}:{step}:{rank}:{micro}"))
+def seed_torch(seed: int, step: int, rank: int, micro: int, stage: int = 0) -> None:
+    """Set torch's generators, of all devices, to where a data rank's micro-batch begins on a stage of a pipeline; so a
+    resumed run goes on with the masks that it would have had."""
+    torch.manual_seed(_hash64(f"torch:{seed}:{step}:{rank}:{micro}" + f":{stage}" * (stage > 0)))
 
 
 def dropped(key: DropoutKey, place: int, shape: torch.Size, p: float, part: tuple[int, int] = (0, 1)) -> Tensor:

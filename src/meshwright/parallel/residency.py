@@ -4,7 +4,8 @@ A unit is gathered when forward enters one of the modules that own its parameter
 all of them; gathered again when backward comes to their outputs, and freed once its last gradient is there. While
 one unit computes, the next ones are already on the wire. Three kinds of unit are gathered once a micro-batch and not
 twice: the last of forward, which backward begins with; a unit whose weight is used in several places (tied), from
-its first use on; and a unit of plain embeddings, whose backward never reads the weight.
+its first use on; and a unit of plain embeddings, whose backward never reads the weight. In a pipeline other passes come
+between a forward and its backward, so that only the last of the three holds.
 
 Freed parameters read as NaN, without memory: a weight that is used outside the forward of the module that owns it
 shows in the loss. Where no such forward used it too, it is refused in words when its gradient arrives; else it is not,
@@ -38,12 +39,17 @@ class Stay:
         self.entries = tuple(entries)
         self.parameters = tuple(parameters)
         self.tied = any(len(member.placement.names) > 1 for member in unit.members)
-        self.backward_reads = not all(isinstance(module, nn.Embedding) for module in entries)
+        self.entered: set[nn.Module] = set()  # entries that forward has come to, in any step
         self.resident = False
         self.gather: Pending | None = None
         self.left: set[nn.Module] = set()  # entries that this forward has left
         self.used = False  # in this micro-batch
         self.done = False  # backward has been through
+
+    @property
+    def backward_reads(self) -> bool:
+        """Whether backward reads the parameters: not of what is only looked up."""
+        return not all(isinstance(module, nn.Embedding) for module in self.entered)
 
 
 class Residency:
@@ -66,6 +72,7 @@ class Residency:
         self.group = group
         self.ahead = ahead
         self._keep_forward = self._keep_backward = False
+        self._apart = False  # whether other passes come between this forward and its backward
         self._order = list(stays)
         self.freed: dict[torch.dtype, Tensor] = {}  # what freed parameters read as
         self._place = {stay: index for index, stay in enumerate(stays)}
@@ -84,11 +91,27 @@ class Residency:
     def begin(self, micro: int, *, keep_forward: bool, keep_backward: bool) -> None:
         """A micro-batch begins. keep_…: that pass leaves units where they are."""
         self._keep_forward, self._keep_backward = keep_forward, keep_backward
-        self._micro, self._backward = micro, False
+        self._micro, self._backward, self._apart = micro, False, False
         self._computed.clear()
         for stay in self._order:
             stay.used = stay.done = False
             stay.left.clear()  # a forward need not use all of them, and a recompute ends before it has left the last
+
+    def begin_pass(self, micro: int, *, backward: bool, keep: bool) -> None:
+        """One pass of a micro-batch begins; the other does not come next to it. keep: it leaves units where they are."""
+        self._keep_forward = self._keep_backward = keep
+        self._micro, self._backward, self._apart = micro, backward, True
+        self._computed.clear()
+        for stay in self._order:
+            stay.done = False
+            stay.left.clear()
+
+    def end_pass(self) -> None:
+        """It is over: free what it left behind, unless told to keep."""
+        if not self._keep_forward:
+            self.free_all()
+        self._keep_forward = self._keep_backward = False
+        self._backward, self._micro = False, None
 
     def end(self) -> None:
         """The micro-batch's backward is over: free what it left behind, unless told to keep."""
@@ -124,7 +147,8 @@ class Residency:
 
     # -- forward ----------------------------------------------------------------------------------------------
 
-    def _enter(self, stay: Stay, *_: Any) -> None:
+    def _enter(self, stay: Stay, module: nn.Module, *_: Any) -> None:
+        stay.entered.add(module)
         self._ask(stay)
         if self._backward:  # it is computed again
             self._computed.add(stay)
@@ -149,7 +173,7 @@ class Residency:
         if len(stay.left) < len(stay.entries):
             return
         stay.left.clear()
-        stays = training and (stay.tied or stay is self._order[-1])
+        stays = training and not self._apart and (stay.tied or stay is self._order[-1])
         if not (self._backward or self._keep_forward or stays):
             self._free(stay)
 

@@ -167,6 +167,29 @@ class Sharded:
             by_step = self.options.gather == "step"
             self._residency.begin(index, keep_forward=by_step, keep_backward=by_step and not last)
 
+    def forward(self, index: int) -> None:
+        """The forward of micro-batch `index` comes next, and its backward not right after it: see `backward`.
+
+        For pipelines, in the place of `micro`: each pass begins with one of the two and ends with `end_pass`.
+        """
+        if not self._begun:
+            raise UserError(f"zero={self.stage}: a micro-batch outside a step; call begin() before its first one")
+        if self._residency is not None:
+            self._residency.begin_pass(index, backward=False, keep=self.options.gather == "step")
+
+    def backward(self, index: int, *, last: bool) -> None:
+        """The backward of micro-batch `index` comes next. last: no other one follows in this step."""
+        self._reducer.micro(index, last=last)
+        if self._residency is not None:
+            self._residency.begin_pass(index, backward=True, keep=self.options.gather == "step" and not last)
+
+    def end_pass(self, *, backward: bool) -> None:
+        """The pass is over. After a backward what is not yet reduced is, where it reduces at all."""
+        if backward:
+            self._reducer.end_micro()
+        if self._residency is not None:
+            self._residency.end_pass()
+
     def end_micro(self) -> None:
         """The micro-batch's backward is over: reduce what is not yet reduced, where it reduces at all.
 

@@ -10,7 +10,7 @@ Anything else stays whole on every rank. This file is read by the strategy and b
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -87,6 +87,12 @@ def found(plan: Mapping[str, Split], module: str) -> Split | None:
     """The entry of `plan` for a module's name."""
     key = key_of(plan, module)
     return None if key is None else plan[key]
+
+
+def within(plan: Mapping[str, Split], modules: Iterable[str]) -> dict[str, Split]:
+    """What `plan` says of `modules`, by name: for a part of the model."""
+    there = {key_of(plan, module) for module in modules}
+    return {key: split for key, split in plan.items() if key in there}
 
 
 def cut_of(split: Split, shape: tuple[int, ...], outputs: int, tp: int, coordinate: int = 0) -> Cut | None:

@@ -6,6 +6,7 @@ Targets are made before anything is cut (see train/data.py), so the last token o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,13 +39,26 @@ class Inputs:
         found = (self.tokens, self.targets, self.places, self.positions, self.documents)
         return [t for t in found if t is not None]
 
-    def loss(self, model: LanguageModel, dropout: DropoutKey | None = None) -> Tensor:
-        """The sum of these tokens' losses, 0-dim. Context ranks are told of documents by who calls this."""
+    def forward(
+        self,
+        model: LanguageModel,
+        *,
+        dropout: DropoutKey | None = None,
+        hidden: Tensor | None = None,
+        scored: bool = True,
+    ) -> Tensor:
+        """What `model` makes of these tokens: the sum of their losses, or logits where they are not to be scored; of a
+        pipeline's stage hidden states, unless it is the last. Context ranks are told of documents by who calls this.
+
+        hidden: what a stage behind the first begins with.
+        """
+        given: dict[str, Any] = {} if hidden is None else {"hidden": hidden}
         if self.positions is None:
-            loss: Tensor = model(self.tokens, self.targets, documents=self.documents, dropout=dropout)
+            given["documents"] = self.documents
         else:
-            loss = model(self.tokens, self.targets, positions=self.positions, length=self.length, dropout=dropout)
-        return loss
+            given |= {"positions": self.positions, "length": self.length}
+        out: Tensor = model(self.tokens, self.targets if scored else None, dropout=dropout, **given)
+        return out
 
     def key(self, seed: int, step: int, rows: Tensor) -> DropoutKey:
         """What masks of these tokens depend on; rows i64[B]: the sequences' places in the global batch."""

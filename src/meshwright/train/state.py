@@ -9,7 +9,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from meshwright.model.build import DTYPES
 from meshwright.parallel.flat import Unit
+from meshwright.predict.params import tensors
 from meshwright.spec.errors import RunError, UserError
 from meshwright.spec.run import RunSpec
 from meshwright.train.manifest import Manifest
@@ -140,10 +142,7 @@ def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _wanted(trainer: Trainer) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of every tensor that this trainer's checkpoint holds, by name."""
-    wanted = {}
-    for unit in trainer.sharded.units:
-        for kind in ("model", *(MOMENTS if unit.trainable else ())):
-            for member in unit.members:
-                wanted[f"{kind}/{member.placement.name}"] = (member.placement.shape, unit.master.dtype)
-    return wanted
+    """Shape and dtype of every tensor of the run's checkpoints, by name; of a pipeline this rank has some of them."""
+    run = trainer.run
+    master = torch.promote_types(DTYPES[run.precision], torch.float32)
+    return {f"{kind}/{each.name}": (each.shape, master) for kind in ("model", *MOMENTS) for each in tensors(run.model)}

@@ -46,15 +46,18 @@ class SavedBytes:
         return dict(sums)
 
 
-def measure(model: nn.Module, fn: Callable[[], Any], *, inputs: Iterable[Tensor] = ()) -> SavedBytes:
-    """Run `fn`, which calls `model` (and may run backward), and return what was kept at the fullest moment.
+def measure(
+    models: nn.Module | Sequence[nn.Module], fn: Callable[[], Any], *, inputs: Iterable[Tensor] = ()
+) -> SavedBytes:
+    """Run `fn`, which calls the models (and may run backward), and return what was kept at the fullest moment.
 
     `inputs` are tensors that exist anyway: tokens, targets, positions. Works on any device.
     """
     tracker = _Tracker()
-    for tensor in (*model.parameters(), *model.buffers(), *inputs):
+    parts = [models] if isinstance(models, nn.Module) else list(models)
+    for tensor in (*(t for part in parts for t in (*part.parameters(), *part.buffers())), *inputs):
         tracker.exclude(tensor)
-    handles = [h for name, module in model.named_modules() for h in tracker.follow(name, module)]
+    handles = [h for part in parts for name, module in part.named_modules() for h in tracker.follow(name, module)]
     try:
         with torch.autograd.graph.saved_tensors_hooks(tracker.pack, tracker.unpack):
             result = fn()  # held, so that the graph lives until everything has been counted

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -68,9 +68,16 @@ def difference(a: Tensor, b: Tensor, scale: float) -> float:
 
 
 def compare_tensors(
-    ranks: Sequence[Evidence], reference: Evidence, bound: float, least: Mapping[str, float] | None = None
+    ranks: Sequence[Evidence],
+    reference: Evidence,
+    bound: float,
+    least: Mapping[str, float] | None = None,
+    holds: Callable[[int, str], bool] = lambda rank, name: True,
 ) -> list[Comparison]:
-    """One comparison a tensor, the worst over ranks and steps, worst tensor first. `least`: see `least_sizes`."""
+    """One comparison a tensor, the worst over ranks and steps, worst tensor first. `least`: see `least_sizes`.
+
+    holds: whether a rank should have the parameter of a name; it must then, and must not otherwise.
+    """
     scales = _root_mean_squares(reference.tensors)
     for kind, size in (least or {}).items():
         scales |= {group: max(scale, size / FLOOR) for group, scale in scales.items() if group.startswith(f"{kind}/")}
@@ -78,11 +85,15 @@ def compare_tensors(
     for key, expected in reference.tensors.items():
         kind, step, name = key.split("/", 2)
         for rank, evidence in enumerate(ranks):
+            if not holds(rank, name) and key not in evidence.tensors:
+                continue
             figures = _figures(evidence.tensors.get(key), expected, scales[f"{kind}/{step}"])
             all_of.setdefault((kind, name), []).append(Comparison(kind, name, rank, int(step), *figures))
     for rank, evidence in enumerate(ranks):
-        for key in evidence.tensors.keys() - reference.tensors.keys():  # a rank has what the plain model has not
+        for key in evidence.tensors:
             kind, step, name = key.split("/", 2)
+            if key in reference.tensors and holds(rank, name):
+                continue  # else a rank has what the plain model, or its stage, has not
             extra = Comparison(kind, name, rank, int(step), math.inf, math.nan, math.nan)
             all_of.setdefault((kind, name), []).append(extra)
     worst = [_worst(comparisons, bound) for comparisons in all_of.values()]

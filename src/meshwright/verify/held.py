@@ -33,7 +33,7 @@ def declared(trainer: Trainer) -> dict[str, Iterable[Tensor]]:
         **laid_out,
         **updated,
         "scalars": [*laid_out["scalars"], *updated["scalars"]],
-        "buffers": trainer.model.buffers(),
+        "buffers": [buffer for laid_out in trainer.stages.values() for buffer in laid_out.model.buffers()],
     }
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from meshwright.predict.activations import Saved, total
 from meshwright.predict.memory import memory
 from meshwright.predict.peak import saved
+from meshwright.predict.stages import tensors_on
 from meshwright.predict.states import buffers, states
 from meshwright.predict.traffic import traffic
 from meshwright.spec.batch import micro_steps
@@ -30,7 +31,8 @@ from meshwright.verify.report import (
 def judge(run: RunSpec, steps: int, ranks: Sequence[Evidence], expected: Evidence) -> Report:
     """Compare what the ranks computed with the reference and the predictions."""
     bound = bound_of(run)
-    tensors = compare_tensors(ranks, expected, bound, least_sizes(run))
+    names = [{t.name for t in tensors_on(run, run.layout, rank)} for rank in range(len(ranks))]
+    tensors = compare_tensors(ranks, expected, bound, least_sizes(run), lambda rank, name: name in names[rank])
     scalars = check_scalars(ranks, expected, bound)
     moved = _traffic(run, ranks)
     held = check_states(ranks, states(run, run.layout) | {"buffers": buffers(run), OTHER: 0})
@@ -40,6 +42,7 @@ def judge(run: RunSpec, steps: int, ranks: Sequence[Evidence], expected: Evidenc
         "dp": run.layout.data_ranks,
         "tp": run.layout.tp,
         "cp": run.layout.cp,
+        "pp": run.layout.pp,
         "micro-batches": micro_steps(run.batch.sequences, run.layout.data_ranks, run.batch.micro),
     }
     findings = diagnose(tensors, factors, len(ranks))

@@ -13,10 +13,10 @@ import torch
 
 from meshwright.comm import runtime
 from meshwright.comm.mesh import Mesh
-from meshwright.spec.batch import micro_batches
 from meshwright.spec.load import load_run
 from meshwright.spec.run import RunSpec
 from meshwright.train.data import Dataset
+from meshwright.train.passes import TrainingPasses
 from meshwright.train.report import run_guarded
 from meshwright.train.trainer import Trainer
 from meshwright.verify.activations import Kept, measure
@@ -43,7 +43,8 @@ def collect(run: RunSpec, mesh: Mesh, data: UnequalData | Dataset, steps: int) -
         _keep_parameters(trainer, evidence, step + 1)
     trainer.sharded.settle()
     evidence.states, evidence.undeclared = held(declared(trainer), mesh.device, evidence.tensors.values())
-    evidence.activations = _saved_activations(trainer, data)
+    with mesh.ledger.aside():
+        evidence.activations = _saved_activations(trainer, data, steps)
     return evidence
 
 
@@ -65,22 +66,22 @@ def _keep_parameters(trainer: Trainer, evidence: Evidence, step: int) -> None:
             evidence.keep("parameter", step, placement.name, parameter)
 
 
-def _saved_activations(trainer: Trainer, data: UnequalData | Dataset) -> list[Kept]:
-    """What the forward of this rank's largest micro-batch, which is its first, keeps for backward."""
-    run, group = trainer.run, trainer.mesh.group("dp")
-    places = micro_batches(run.batch.sequences, group.size, group.rank, run.batch.micro)[0]
-    if not places:
-        if trainer.sharded.every_rank_computes:
-            trainer.compute_nothing(0)
-        return []
-    ids = data.ids(0, run.batch.sequences)
-    inputs = trainer.inputs(data, ids[places.start : places.stop])
-    key = inputs.key(run.seed, 0, torch.arange(places.start, places.stop, device=trainer.mesh.device))
-    trainer.model.train()
+def _saved_activations(trainer: Trainer, data: UnequalData | Dataset, step: int) -> list[Kept]:
+    """What this rank keeps for backward at the moment of `step` when it keeps most; nothing where it has no sequence."""
+    passes = TrainingPasses(trainer, data, step, lambda: 0.0)
     weights = [unit.parameters for unit in trainer.sharded.units]  # at ZeRO 3 not yet the module's parameters
-    forward = measure(trainer.model, lambda: inputs.loss(trainer.model, key), inputs=(*inputs.tensors, *weights))
-    trainer.sharded.end_micro()
-    return list(forward.kept)
+    # Inputs are made beforehand: they are there without autograd.
+    inputs = [made for micro in range(len(passes.micros)) if (made := passes.inputs(micro)) is not None]
+    known = [*weights, *(tensor for made in inputs for tensor in made.tensors)]
+    models = [laid_out.model.train() for laid_out in trainer.stages.values()]
+    trainer.sharded.begin()
+    fullest = measure(models, lambda: trainer.pipeline.run(passes), inputs=known)
+    for laid_out in trainer.stages.values():
+        laid_out.tell_documents(None)
+    for _ in trainer.sharded.finish():
+        pass
+    passes.totals()
+    return list(fullest.kept) if any(passes.micros) else []
 
 
 def main(folder: Path) -> None:
