@@ -110,7 +110,7 @@ class Pipeline:
             if source != target and self.place in (source, target):
                 self._activations[stage] = ways[source, target, "activations"]
                 self._gradients[stage + 1] = ways[target, source, "gradients"]
-        self._flights: dict[tuple[int, int], _Flight] = {}
+        self._flights: dict[tuple[int, int | None], _Flight] = {}
         self._sending: list[Pending] = []
 
     def run(self, passes: Passes) -> None:
@@ -126,9 +126,8 @@ class Pipeline:
         for action in self.actions:
             if action.kind in ("recv_activations", "forward", "send_activations"):
                 self._do(action, passes)
-                if action.kind == "forward":
-                    flight = self._flights[action.stage, action.micro]
-                    flight.hidden = None
+                if action.kind == "forward" and (flight := self._flights.get((action.stage, action.micro))):
+                    flight.hidden = None  # nothing will come back for it
         self._end()
 
     # -- actions ----------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from meshwright.predict.params import unit_counts, units
+from meshwright.spec.batch import micro_steps
 from meshwright.spec.context import grain
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
@@ -15,14 +16,16 @@ CLIP = 0.1
 
 
 def small_model(spec: ModelSpec, layout: Layout) -> ModelSpec:
-    """The same family, options and head grouping with two layers, short heads and a vocabulary that divides nothing.
+    """The same family, options and head grouping with two layers, or one more than pipeline stages where the model has
+    as many, short heads and a vocabulary that divides nothing.
 
     The ranks of `layout` can share its heads and its feed-forward where they can share those of `spec`.
     """
     tp, ranks = layout.tp, layout.tp * layout.head_ranks
     heads, groups = (4, 2) if 4 % ranks == 0 else (2 * ranks, math.gcd(spec.num_kv_heads, ranks))
     kv_heads = {spec.heads: None, 1: 1}.get(spec.num_kv_heads, groups)  # as many as heads, a single one, or groups
-    size = {"layers": min(spec.layers, 2), "vocab": 101, "heads": heads, "hidden": 8 * heads, "head_dim": None}
+    layers = min(spec.layers, 2 if layout.pp == 1 else layout.stages + 1)
+    size = {"layers": layers, "vocab": 101, "heads": heads, "hidden": 8 * heads, "head_dim": None}
     if spec.family == "llama":
         size |= {"kv_heads": kv_heads, "ffn": _up(56, tp)}
         if spec.head_dim is not None:
@@ -43,6 +46,11 @@ def small_layout(layout: Layout, large: ModelSpec, small: ModelSpec) -> Layout:
 
     The small model has two blocks only: where the large one has several units, its `zero_join` leaves two at least.
     """
+    if isinstance(layout.pp_split, tuple):
+        # As uneven as it was, where there is a block to spare.
+        longest, spare = layout.pp_split.index(max(layout.pp_split)), small.layers - layout.stages
+        split = tuple(1 + spare * (stage == longest) for stage in range(layout.stages))
+        layout = layout.model_copy(update={"pp_split": split})
     if not layout.join:
         return layout
     held = unit_counts(small, layout=layout)
@@ -53,10 +61,15 @@ def small_layout(layout: Layout, large: ModelSpec, small: ModelSpec) -> Layout:
 
 
 def small_run(run: RunSpec, seq_len: int = 24, micro: int = 2, accumulate: int = 3) -> RunSpec:
-    """`run` over the small model, with uneven parts: one sequence short of `accumulate` full micro-batches a rank.
+    """`run` over the small model, with uneven parts: one sequence short of `accumulate` full micro-batches a rank, of one
+    more than pipeline ranks, or of as many as a schedule file has.
 
     Sequences have `seq_len` tokens, or as many as the model has positions. Where the run clips, so does every step.
     """
+    if run.layout.schedule_file:
+        accumulate = micro_steps(run.batch.sequences, run.layout.data_ranks, run.batch.micro)
+    elif run.layout.pp > 1:
+        accumulate = max(accumulate, run.layout.pp + 1)
     sequences = max(run.layout.data_ranks * micro * accumulate - 1, 1)
     clip = run.optimizer.clip
     model, each = small_model(run.model, run.layout), grain(run.layout)
