@@ -15,7 +15,6 @@ from meshwright.comm.collectives import Group
 from meshwright.comm.mesh import Mesh
 from meshwright.parallel.flat import Piece, Unit
 
-
 _REASONS = {"tp": "tp.partial", "tp.inner": "tp.partial", "pp.ends": "pp.tied"}
 
 

@@ -99,9 +99,7 @@ class Pipeline:
         self.place = mesh.coords["pp"]
         self.actions = schedule.ranks[self.place]
         self.last_stage = len(schedule.stages) - 1
-        self._last_backward = {
-            action.stage: action.micro for action in self.actions if action.kind == "backward"
-        }
+        self._last_backward = {action.stage: action.micro for action in self.actions if action.kind == "backward"}
         ways = mesh.channels("pp", [tuple(channel) for channel in schedule.channels]) if len(schedule.ranks) > 1 else {}
         self._activations: dict[int, Group] = {}  # by the stage that they leave
         self._gradients: dict[int, Group] = {}  # by the stage whose input they are of
@@ -228,11 +226,7 @@ class Pipeline:
         return torch.empty(shape, dtype=self.dtype, device=self.mesh.device)
 
     def _send(self, way: Group, tensor: Tensor, what: str, micro: int) -> Pending:
-        return way.send(
-            tensor, 1 - way.rank, reason=f"pp.{what}", phase=_PHASES[what], micro=micro, async_=True
-        )
+        return way.send(tensor, 1 - way.rank, reason=f"pp.{what}", phase=_PHASES[what], micro=micro, async_=True)
 
     def _receive(self, way: Group, tensor: Tensor, what: str, micro: int) -> Pending:
-        return way.recv(
-            tensor, 1 - way.rank, reason=f"pp.{what}", phase=_PHASES[what], micro=micro, async_=True
-        )
+        return way.recv(tensor, 1 - way.rank, reason=f"pp.{what}", phase=_PHASES[what], micro=micro, async_=True)

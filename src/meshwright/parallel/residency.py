@@ -98,7 +98,8 @@ class Residency:
             stay.left.clear()  # a forward need not use all of them, and a recompute ends before it has left the last
 
     def begin_pass(self, micro: int, *, backward: bool, keep: bool) -> None:
-        """One pass of a micro-batch begins; the other does not come next to it. keep: it leaves units where they are."""
+        """One pass of a micro-batch begins, and the other does not come next to it. keep: it leaves units where they
+        are."""
         self._keep_forward = self._keep_backward = keep
         self._micro, self._backward, self._apart = micro, backward, True
         self._computed.clear()

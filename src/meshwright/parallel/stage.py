@@ -54,4 +54,3 @@ def _forward(
     x = model.embed(tokens, positions, dropout) if hidden is None else hidden
     x = model.chain(x, tokens, positions, length, documents, dropout)
     return model.head(x, targets) if stage.last else x
-

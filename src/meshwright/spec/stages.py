@@ -66,7 +66,9 @@ def balanced(costs: tuple[float, ...], parts: int, *, before: float = 0.0, after
     # The dearest stage is one of these runs.
     candidates = sorted({cost(start, stop) for start in range(number) for stop in range(start + 1, number + 1)})
     slack = 1 + 1e-12  # sums in another order differ by rounding
-    most = candidates[bisect_left(candidates, True, key=lambda cap: _fewest(cost, number, cap * slack) <= parts)] * slack
+    most = (
+        candidates[bisect_left(candidates, True, key=lambda cap: _fewest(cost, number, cap * slack) <= parts)] * slack
+    )
     # best[start]: sum of squares and numbers of blocks of the stages that are left, from block `start` on.
     best: dict[int, tuple[float, tuple[int, ...]]] = {number: (0.0, ())}
     for left in range(1, parts + 1):

@@ -87,9 +87,7 @@ def lay_out(run: RunSpec, mesh: Mesh, part: Stage, offload: Offload | None) -> L
         )  # fmt: skip
     if not part.whole:
         placements = {name: _at_an_end(placement, part) for name, placement in placements.items()}
-    sharded = zero.shard(
-        model, mesh, layout.zero, options=_options(run), recompute=recompute, placements=placements
-    )
+    sharded = zero.shard(model, mesh, layout.zero, options=_options(run), recompute=recompute, placements=placements)
     model.rebuild_buffers(mesh.device)
     sharded.fill(lambda piece, local: _fill_from_seed(piece, local, initials[piece.placement.name], run.seed))
     return LaidOut(part, model, sharded, line, sight, offload)

@@ -154,9 +154,7 @@ class TrainingPasses(_Passes):
 class ScoringPasses(_Passes):
     """Those of samples that are only scored: `micros` are their places in `ids`; `totals` gets losses and tokens."""
 
-    def __init__(
-        self, trainer: Trainer, data: Dataset, ids: Tensor, micros: Sequence[range], totals: Tensor
-    ) -> None:
+    def __init__(self, trainer: Trainer, data: Dataset, ids: Tensor, micros: Sequence[range], totals: Tensor) -> None:
         super().__init__(trainer)
         self.data, self.ids, self.micros, self._totals = data, ids, micros, totals
 

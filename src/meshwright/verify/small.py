@@ -61,8 +61,8 @@ def small_layout(layout: Layout, large: ModelSpec, small: ModelSpec) -> Layout:
 
 
 def small_run(run: RunSpec, seq_len: int = 24, micro: int = 2, accumulate: int = 3) -> RunSpec:
-    """`run` over the small model, with uneven parts: one sequence short of `accumulate` full micro-batches a rank, of one
-    more than pipeline ranks, or of as many as a schedule file has.
+    """`run` over the small model, with uneven parts: one sequence short of `accumulate` full micro-batches a rank. A
+    pipeline has one more of them than ranks at least, or as many as its schedule file.
 
     Sequences have `seq_len` tokens, or as many as the model has positions. Where the run clips, so does every step.
     """

@@ -9,8 +9,6 @@ import json
 import sys
 from pathlib import Path
 
-import torch
-
 from meshwright.comm import runtime
 from meshwright.comm.mesh import Mesh
 from meshwright.spec.load import load_run
@@ -67,7 +65,7 @@ def _keep_parameters(trainer: Trainer, evidence: Evidence, step: int) -> None:
 
 
 def _saved_activations(trainer: Trainer, data: UnequalData | Dataset, step: int) -> list[Kept]:
-    """What this rank keeps for backward at the moment of `step` when it keeps most; nothing where it has no sequence."""
+    """What this rank keeps for backward when it keeps most in `step`; nothing where it has no sequence."""
     passes = TrainingPasses(trainer, data, step, lambda: 0.0)
     weights = [unit.parameters for unit in trainer.sharded.units]  # at ZeRO 3 not yet the module's parameters
     # Inputs are made beforehand: they are there without autograd.
