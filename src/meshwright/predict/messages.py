@@ -14,11 +14,12 @@ from meshwright.predict.micros import hidden_bytes, sequences_computed
 from meshwright.predict.rows import row
 from meshwright.predict.stages import actions_of, stages_on
 from meshwright.predict.states import gradient_bytes, tied_elements
+from meshwright.schedule.actions import Kind
 from meshwright.spec.layout import Layout
 from meshwright.spec.run import RunSpec
 from meshwright.spec.traffic import Operation, Phase, TrafficRow
 
-MESSAGES: dict[str, tuple[Operation, str, Phase]] = {
+MESSAGES: dict[Kind, tuple[Operation, str, Phase]] = {
     "recv_activations": ("recv", "pp.activations", "forward"),
     "send_activations": ("send", "pp.activations", "forward"),
     "recv_gradients": ("recv", "pp.gradients", "backward"),
@@ -31,7 +32,7 @@ def pipeline_traffic(run: RunSpec, layout: Layout, rank: int) -> Iterator[Traffi
     """The rows of `rank`; none where pp=1."""
     if layout.pp == 1:
         return
-    counts: Counter[tuple[str, int]] = Counter()
+    counts: Counter[tuple[Kind, int]] = Counter()
     for kind, _, micro in actions_of(run, layout, rank):
         if kind in MESSAGES:
             assert micro is not None, kind
