@@ -63,11 +63,12 @@ def kept_at_once(run: RunSpec, layout: Layout, rank: int, *, cpu: bool = True) -
 
 
 def micros_at_once(run: RunSpec, layout: Layout, rank: int, *, cpu: bool = True) -> list[Micro]:
-    """The sizes of the micro-batches that are in flight then, each counted once on however many stages it is."""
+    """The sizes of the micro-batches whose tokens are there then: from the first thing that the rank does with one, be
+    it to ask for its message, until its first stage has taken it backward."""
     if layout.pp == 1:
         return [_largest(run, layout, rank)]
     flight = Flight(run, layout, rank, cpu=cpu)
-    return [flight.micros[micro] for micro in dict.fromkeys(micro for _, micro in flight.fullest)]
+    return [flight.micros[micro] for micro in flight.begun]
 
 
 def _largest(run: RunSpec, layout: Layout, rank: int) -> Micro:
@@ -101,8 +102,8 @@ class Flight:
         return self._kept[key]
 
     @cached_property
-    def fullest(self) -> tuple[tuple[int, int], ...]:
-        """The micro-batches in flight when they keep most, by the numbers of stage and micro-batch, as they came."""
+    def _end(self) -> int:
+        """How many actions are done when most is kept."""
         now = most = end = 0
         for place, (kind, stage, micro) in enumerate(self.actions):
             if kind == "forward":
@@ -111,13 +112,28 @@ class Flight:
                     most, end = now, place + 1
             elif kind in ENDS:
                 now -= self.kept(stage, micro)
+        return end
+
+    @property
+    def fullest(self) -> tuple[tuple[int, int], ...]:
+        """The micro-batches in flight then, by the numbers of stage and micro-batch, as they came."""
         flying: dict[tuple[int, int], None] = {}
-        for kind, stage, micro in self.actions[:end]:
+        for kind, stage, micro in self.actions[: self._end]:
             if kind == "forward":
                 flying[stage, micro] = None
             elif kind in ENDS:
                 del flying[stage, micro]
         return tuple(flying)
+
+    @property
+    def begun(self) -> tuple[int, ...]:
+        """The micro-batches whose tokens are there then."""
+        there: dict[int, None] = {}
+        for kind, stage, micro in self.actions[: self._end]:
+            there[micro] = None
+            if kind in ENDS and stage == min(self.stages):
+                del there[micro]
+        return tuple(there)
 
     def heaviest(self) -> list[Load]:
         """For each of the rank's stages, and each size of micro-batch, the load beside its backward."""

@@ -38,10 +38,10 @@ def pipeline_traffic(run: RunSpec, layout: Layout, rank: int) -> Iterator[Traffi
             assert micro is not None, kind
             counts[kind, micro] += 1
     sizes = [hidden_bytes(run, layout, micro) for micro in sequences_computed(run, layout, rank)]
-    for (kind, micro), count in counts.items():
-        if sizes[micro]:
-            operation, reason, phase = MESSAGES[kind]
-            yield row(operation, "pp", layout.pp, reason, phase, [sizes[micro]] * count, micro)
+    for kind, (operation, reason, phase) in MESSAGES.items():
+        for micro, size in enumerate(sizes):
+            if size:
+                yield row(operation, "pp", layout.pp, reason, phase, [size] * counts[kind, micro], micro)
     for stage in stages_on(run, layout, rank):
         if elements := tied_elements(run, layout, rank, stage):
             yield row("all_reduce", "pp.ends", 2, "pp.tied", "step", [elements * gradient_bytes(run)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from meshwright.predict.flops import block_flops, head_flops
-from meshwright.predict.params import tensors
+from meshwright.predict.params import TensorSpec, tensors
 from meshwright.schedule import make
 from meshwright.schedule.actions import Action, Schedule
 from meshwright.spec.batch import micro_steps
@@ -50,6 +50,11 @@ def stages_on(run: RunSpec, layout: Layout, rank: int) -> tuple[Stage, ...]:
         return every
     place = layout.coordinates(rank)["pp"]
     return tuple(every[stage] for stage, holder in enumerate(schedule_of(run, layout).stages) if holder == place)
+
+
+def tensors_on(run: RunSpec, layout: Layout, rank: int) -> tuple[TensorSpec, ...]:
+    """The parameters of `rank`'s stages; a tied table is on the first and on the last."""
+    return tuple(tensor for stage in stages_on(run, layout, rank) for tensor in tensors(run.model, layout, stage))
 
 
 def actions_of(run: RunSpec, layout: Layout, rank: int) -> tuple[Action, ...]:
