@@ -10,6 +10,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from meshwright.cli.pipeline import pipeline_table, pipeline_words, schedule_words
+from meshwright.cli.printing import flops, size, table, titled
 from meshwright.predict.modes import Fit, Mode
 from meshwright.predict.report import Prediction
 from meshwright.predict.states import shards
@@ -22,46 +24,14 @@ MOST_ROWS = 24  # of traffic that a table shows; where there would be more, micr
 FAR = 4  # times the sequence length: a model that takes so much longer ones is mostly meant for them
 
 
-def size(number: float) -> str:
-    """Bytes in words: 999 B, 1.23 MB."""
-    return _scaled(number, "B")
-
-
-def flops(number: float) -> str:
-    """FLOPs in words: 1.23 TFLOPs."""
-    return _scaled(number, "FLOPs")
-
-
-def _scaled(number: float, unit: str) -> str:
-    value = float(number)
-    for prefix in ("", "k", "M", "G", "T", "P"):
-        if abs(value) < 999.5:
-            return f"{value:.0f} {unit}" if not prefix else f"{value:.3g} {prefix}{unit}"
-        value /= 1000
-    return f"{value:.3g} E{unit}"
-
-
-def titled(title: str, body: Table) -> Group:
-    """A table below an empty line and its title."""
-    return Group("", Text(title, style="bold"), body)
-
-
-def table(*columns: str, figures: int = 0) -> Table:
-    """An empty table whose last `figures` columns stand on the right."""
-    made = Table(header_style="", box=None, pad_edge=False)
-    for index, column in enumerate(columns):
-        figure = index >= len(columns) - figures
-        made.add_column(column, justify="right" if figure else "left", no_wrap=figure, overflow="fold")
-    return made
-
-
 def layout_words(layout: Layout) -> str:
-    """The axes that have more than one rank, outermost first; the ZeRO stage and recompute where there is one; and
-    what was asked for beside them."""
+    """The axes that have more than one rank, outermost first; the schedule, ZeRO stage and recompute where there is
+    one; and what was asked for beside them."""
     axes = [f"{axis}={layout.size(axis)}" for axis in reversed(layout.order) if layout.size(axis) > 1]
     assert set(layout.order) == set(AXES)
     parts = [" × ".join(axes) or "dp=1"]
     parts += ["sp"] if layout.sp else []
+    parts += [schedule_words(layout)] if layout.pp > 1 else []
     parts += [f"{_method(layout)} in {layout.cp_order} parts"] if layout.cp > 1 else []
     parts += [f"zero={layout.zero}"] if layout.zero else []
     asked = {name: getattr(layout, name) for name in ("zero_shard", "zero_gather", "zero_ahead")}
@@ -111,16 +81,21 @@ def summary(run: RunSpec, foretold: Prediction, fit: Fit | None = None) -> Table
         largest += "".join(
             f"; on the host {name} {size(value)}" for name, value in foretold.memory.host.items() if value
         )
-    rows.add_row("memory", f"{size(foretold.memory.total)} a rank: {largest}")
+    whose = "a rank" if layout.pp == 1 else f"on rank {foretold.memory.rank}, which holds most"
+    rows.add_row("memory", f"{size(foretold.memory.total)} {whose}: {largest}")
     if fit is not None:
         rows.add_row("fits", _fits(fit, foretold.memory.total))
     counts: Counter[tuple[str, str, str]] = Counter()
     for row in foretold.traffic:
         strategy, _, _ = row.key.reason.partition(".")
-        reason = f"{strategy}.*" if strategy in ("tp", "cp") else row.key.reason
+        many = strategy in ("tp", "cp") or row.key.operation in ("send", "recv")
+        reason = f"{strategy}.*" if many else row.key.reason
         counts[row.key.operation, row.key.axis, reason] += row.count
     moved = ", ".join(f"{number} {operation} over {axis} ({why})" for (operation, axis, why), number in counts.items())
-    rows.add_row("traffic", f"{size(foretold.wire_per_step)} sent a step by a rank: {moved}" if moved else "none")
+    sender = "a rank" if layout.pp == 1 else "rank 0"
+    rows.add_row("traffic", f"{size(foretold.wire_per_step)} sent a step by {sender}: {moved}" if moved else "none")
+    if foretold.pipeline is not None:
+        rows.add_row("pipeline", pipeline_words(foretold.pipeline))
     if foretold.idle_ranks:
         rows.add_row("idle", _idle(foretold, run))
     for note in _notes(run, layout):
@@ -149,15 +124,18 @@ def prediction(
     """All of a prediction. Repeated blocks, and micro-batches where they are many, share a line unless `every_unit`."""
     yield summary(run, foretold, fit)
     yield titled("Parameters", _parameters(foretold, every_unit))
-    at_once = foretold.memory.sequences
+    if foretold.pipeline is not None:
+        yield pipeline_table(foretold.pipeline)
+    layout, at_once = foretold.layout, foretold.memory.sequences
     where = "the CPU" if foretold.memory.device == "cpu" else "an accelerator"
+    whose = "a rank" if layout.pp == 1 else f"rank {foretold.memory.rank}"
     yield titled(
-        f"Memory of a rank on {where} when it holds most ({foretold.memory.moment}), "
+        f"Memory of {whose} on {where} when it holds most ({foretold.memory.moment}), "
         f"{at_once} sequence{'s' * (at_once != 1)} at once",
         _memory(foretold),
     )
-    # Without tensor and context ranks all send the same.
-    of = "" if foretold.layout.tp == foretold.layout.cp == 1 else " on rank 0"
+    # Without tensor, context and pipeline ranks all send the same.
+    of = "" if layout.tp == layout.cp == layout.pp == 1 else " on rank 0"
     yield titled(f"Traffic of a step{of}", _traffic(foretold.traffic, foretold.wire_per_step, every_micro=every_unit))
     yield titled("Computation of a step, all ranks", _flops(foretold))
 
@@ -213,7 +191,7 @@ def _parameters(foretold: Prediction, every_unit: bool) -> Table:
     for first, last, number in groups:
         held = [f"{local[first]:,}"] if tp > 1 else []
         rows.add_row(first if first == last else f"{first} to {last}, each", f"{number:,}", *held)
-    held = [f"{sum(local.values()):,}"] if tp > 1 else []
+    held = [f"{sum(local.values()):,}" if foretold.pipeline is None else ""] if tp > 1 else []
     rows.add_row("all", f"{foretold.parameters.total:,}", *held, style="bold")
     return rows
 

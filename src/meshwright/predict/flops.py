@@ -24,8 +24,10 @@ from typing import Literal
 
 from meshwright.predict.context import Attention
 from meshwright.predict.context import flops as over_ranks
+from meshwright.predict.params import whole
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.stages import Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +78,11 @@ def counted(
     loss: Literal["full", "chunked"] = "full",
     layout: Layout | None = None,
     place: int = 0,
+    stage: Stage | None = None,
 ) -> Flops:
     """FLOPs that the plain model executes on `batch` sequences of `seq` tokens, loss included; or a rank of `layout`,
-    at `place` among its context ranks. What is computed again is by the recompute of `layout`, if any.
+    at `place` among its context ranks. What is computed again is by the recompute of `layout`, if any. stage: those of
+    one stage of a pipeline alone.
 
     Tensor ranks share the products, and all compute alike: what is filled up of the vocabulary, and the key-value heads
     that several hold, is done by each. Context ranks share the tokens; attention by the order of positions.
@@ -86,22 +90,23 @@ def counted(
     written-out one keeps them and has four. A chunked loss computes the head's gradients while it has the logits, in
     forward. torch's counter does not know the CPU's fused kernel, nor `addmm_`; told of them, it agrees.
     """
-    layout = layout or Layout()
-    tokens, tp = batch * seq // layout.cp, layout.tp
-    head = -(-spec.vocab // tp) * spec.hidden
-    linear = 2 * tokens * (spec.layers * sum(_block_weights(spec, tp)) + head)
+    layout, stage = layout or Layout(), stage or whole(spec)
+    tokens, tp, layers = batch * seq // layout.cp, layout.tp, len(stage.blocks)
+    head = -(-spec.vocab // tp) * spec.hidden if stage.last else 0
+    linear = 2 * tokens * (layers * sum(_block_weights(spec, tp)) + head)
     product = 2 * batch * (spec.heads // tp) * spec.head_width * seq * seq
     of_layer = 2 * product, (5 if attention == "sdpa" else 4) * product
     if layout.cp > 1:
         of_layer = over_ranks(Attention.of(spec, layout, batch=batch, seq=seq, dtype_bytes=4), place)
     early = 4 * tokens * head if loss == "chunked" else 0
-    forward, backward = (passes * linear + spec.layers * of_layer[passes - 1] for passes in (1, 2))
-    again = _recompute(spec, layout, tokens, of_layer[0])
+    forward, backward = (passes * linear + layers * of_layer[passes - 1] for passes in (1, 2))
+    again = _recompute(spec, layout, layers, tokens, of_layer[0])
     return Flops(forward + early, backward - early, again)
 
 
-def _recompute(spec: ModelSpec, layout: Layout, tokens: int, attention: int) -> int:
-    """FLOPs that regions compute again, `attention` being those of a block's two products of it."""
+def _recompute(spec: ModelSpec, layout: Layout, layers: int, tokens: int, attention: int) -> int:
+    """FLOPs that the regions of so many blocks compute again, `attention` being those of a block's two products of
+    it."""
     if layout.recompute == "none":
         return 0
     keep = layout.kept_operators
@@ -109,7 +114,7 @@ def _recompute(spec: ModelSpec, layout: Layout, tokens: int, attention: int) -> 
     block = 2 * tokens * sum(weights) + (0 if "attention" in keep else attention)
     # A region's last product comes behind its last saved tensor, unless dropout saves its mask after it.
     spared = 2 * tokens * weights[-1] if weights and not spec.resid_dropout else 0
-    return spec.layers * block - -(-spec.layers // layout.region(spec.layers)) * spared
+    return layers * block - -(-layers // layout.region(layers)) * spared
 
 
 def visible_pairs(spec: ModelSpec, seq: int) -> float:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.predict.activations import total
-from meshwright.predict.peak import moments, saved
+from meshwright.predict.flight import kept_at_once, micros_at_once
+from meshwright.predict.micros import Micro
+from meshwright.predict.peak import moments_on
 from meshwright.predict.states import STATES, buffers, checkpoint_copy, states
 from meshwright.spec.batch import largest_micro
 from meshwright.spec.layout import Layout
@@ -47,29 +49,31 @@ class Memory:
 
 
 def memory(run: RunSpec, layout: Layout, rank: int, device: Device | None = None) -> Memory:
-    """The bytes of `rank`, its number in the world, at its peak, with its largest micro-batch; a rank may have no
-    sequence at all.
+    """The bytes of `rank`, its number in the world, at its peak, with its largest micro-batch, or in a pipeline with
+    all that are in flight; a rank may have no sequence at all.
 
     device: by default that of the run; "auto" is taken for an accelerator, since no torch is asked here.
     """
     device = device or ("cpu" if run.device == "cpu" else "cuda")
     sequences = largest_micro(run.batch.sequences, layout.data_ranks, layout.coordinates(rank)["dp"], run.batch.micro)
-    fullest = max(moments(run, layout, sequences, cpu=device == "cpu"), key=lambda moment: moment.total)
+    cpu = device == "cpu"
+    fullest = max(moments_on(run, layout, rank, cpu=cpu), key=lambda moment: moment.total)
     always = {
-        **states(run, layout),
-        "buffers": buffers(run),
-        "inputs": 8 * _inputs(run, layout, sequences, device == "cpu"),
+        **states(run, layout, rank),
+        "buffers": buffers(run, layout, rank),
+        "inputs": 8 * sum(_inputs(run, layout, micro, cpu) for micro in micros_at_once(run, layout, rank, cpu=cpu)),
     }
     host = {"checkpoint copy": checkpoint_copy(run, layout, rank)}
     if layout.offload == "activations":
-        host["offloaded activations"] = total(saved(run, layout, sequences, cpu=device == "cpu"))
+        host["offloaded activations"] = total(kept_at_once(run, layout, rank, cpu=cpu))
     return Memory(rank, sequences, always | fullest.lines, fullest.what, device, host)
 
 
-def _inputs(run: RunSpec, layout: Layout, sequences: int, cpu: bool) -> int:
+def _inputs(run: RunSpec, layout: Layout, micro: Micro, cpu: bool) -> int:
     """Numbers, int64: tokens and targets; where a context rank's part of them is. With packing the documents, and of a
     context rank's tokens the positions too; there the documents are those of whole sequences, on the host."""
-    length, packed = run.data.seq_len, run.data.packing == "documents"
+    sequences, length = micro
+    packed = run.data.packing == "documents"
     tokens = length // layout.cp
     found = 2 * sequences * tokens
     if layout.cp > 1:

@@ -8,9 +8,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from meshwright.predict.activations import total
-from meshwright.predict.memory import Device, memory
-from meshwright.predict.peak import saved
+from meshwright.predict.flight import kept_at_once
+from meshwright.predict.memory import Device, Memory, memory
 from meshwright.predict.report import executed
+from meshwright.predict.stages import stages_of
+from meshwright.spec.batch import micro_steps
 from meshwright.spec.layout import Layout
 from meshwright.spec.run import RunSpec
 
@@ -31,7 +33,7 @@ class Fit:
     """Whether a rank holds a run. Sizes in bytes.
 
     largest_micro: the largest batch.micro with which it fits, 0 where none does; batch.sequences grows with it where
-    the ranks would not have as many.
+    the ranks would not have as many. In a pipeline there are always as many micro-batches as the run has.
     """
 
     capacity: int
@@ -78,18 +80,22 @@ def modes(run: RunSpec, layout: Layout, device: Device | None = None, capacity: 
 
 def fit(run: RunSpec, layout: Layout, capacity: int, device: Device | None = None) -> Fit:
     """Whether `run`, laid out so, fits devices of `capacity` bytes."""
-    held = memory(run, layout, 0, device).total
+    held = largest(run, layout, device).total
     return Fit(capacity, held <= capacity, largest_micro(run, layout, capacity, device))
 
 
 def largest_micro(run: RunSpec, layout: Layout, capacity: int, device: Device | None = None) -> int:
-    """The largest batch.micro with which rank 0, which has the largest part of the batch, holds at most `capacity`
+    """The largest batch.micro with which the ranks that have the largest part of the batch hold at most `capacity`
     bytes; 0 for none."""
+    micros = micro_steps(run.batch.sequences, layout.data_ranks, run.batch.micro)
 
     def fits(micro: int) -> bool:
-        sequences = max(run.batch.sequences, micro * layout.data_ranks)
+        if layout.pp > 1:  # their number says how many are in flight, and whether the schedule can be had
+            sequences = micro * micros * layout.data_ranks
+        else:
+            sequences = max(run.batch.sequences, micro * layout.data_ranks)
         batch = run.batch.model_copy(update={"micro": micro, "sequences": sequences})
-        return memory(run.model_copy(update={"batch": batch}), layout, 0, device).total <= capacity
+        return largest(run.model_copy(update={"batch": batch}), layout, device).total <= capacity
 
     # What is held grows with the micro-batch, but for one step: from where a part of the batch is a single one,
     # nothing waits for a second.
@@ -106,12 +112,19 @@ def largest_micro(run: RunSpec, layout: Layout, capacity: int, device: Device | 
     return low
 
 
+def largest(run: RunSpec, layout: Layout, device: Device | None = None) -> Memory:
+    """Of the ranks that have the largest part of the batch, the one that holds most."""
+    ranks = (layout.rank_at({"pp": place}) for place in range(layout.pp))
+    return max((memory(run, layout, rank, device) for rank in ranks), key=lambda held: held.total)
+
+
 def _mode(run: RunSpec, layout: Layout, device: Device | None, capacity: int | None, *, this_run: bool) -> Mode:
-    held = memory(run, layout, 0, device)
+    held = largest(run, layout, device)
+    blocks = max(len(stage.blocks) for stage in stages_of(run.model, layout, run.data.seq_len))
     return Mode(
         layout=layout,
-        every=layout.region(run.model.layers),
-        kept=total(saved(run, layout, held.sequences, cpu=held.device == "cpu")),
+        every=layout.region(blocks),
+        kept=total(kept_at_once(run, layout, held.rank, cpu=held.device == "cpu")),
         peak=held.total,
         states=held.states,
         recompute_share=executed(run, layout, device).recompute_share,

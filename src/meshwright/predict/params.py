@@ -14,6 +14,7 @@ from meshwright.spec.joining import joined
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.splitting import Split, cut_of, found, plan, summed
+from meshwright.spec.stages import Stage, stages
 
 Shape = tuple[int, ...]
 
@@ -72,7 +73,8 @@ class UnitSpec:
 
     @property
     def tied(self) -> bool:
-        """Whether a parameter is used in several places: the unit joins no other, and at ZeRO 3 stays once gathered."""
+        """Whether a parameter is used in several places: the unit joins no other, and at ZeRO 3 stays once gathered,
+        but in a pipeline, whose stages have one of these places each."""
         return any(t.tied for t in self.tensors)
 
     @property
@@ -81,16 +83,35 @@ class UnitSpec:
         return all(t.lookup for t in self.tensors)
 
 
-def tensors(spec: ModelSpec, layout: Layout | None = None) -> tuple[TensorSpec, ...]:
+def whole(spec: ModelSpec) -> Stage:
+    """All of a model as one stage."""
+    return stages((spec.layers,))[0]
+
+
+def tensors(spec: ModelSpec, layout: Layout | None = None, stage: Stage | None = None) -> tuple[TensorSpec, ...]:
     """All parameters in the order of the module tree; a tied weight stands once, under the embedding's name.
 
-    layout: by whose `tp` and `sp` they are cut.
+    layout: by whose `tp` and `sp` they are cut. stage: of a pipeline, whose parameters alone are asked for. A tied
+    table is both ends' then: the first looks rows of it up, the last multiplies with it.
     """
-    whole = _gpt2(spec) if spec.family == "gpt2" else _llama(spec)
+    stage = stage or whole(spec)
+    family = _gpt2 if spec.family == "gpt2" else _llama
+    found = (_at_an_end(tensor, stage) for tensor in family(spec, stage.blocks))
+    held = [tensor for tensor in found if tensor is not None]
     if layout is None or layout.tp == 1:
-        return tuple(whole)
+        return tuple(held)
     splits = plan(spec)
-    return tuple(_dealt_out(tensor, splits, layout, spec) for tensor in whole)
+    return tuple(_dealt_out(tensor, splits, layout, spec) for tensor in held)
+
+
+def _at_an_end(tensor: TensorSpec, stage: Stage) -> TensorSpec | None:
+    """A tensor as `stage` has it, None for one before or behind the blocks that it does not have."""
+    if tensor.block is not None:
+        return tensor
+    if tensor.tied:
+        here = stage.first or stage.last
+        return replace(tensor, lookup=not stage.last) if here else None
+    return tensor if (stage.first if tensor.lookup else stage.last) else None
 
 
 def _dealt_out(tensor: TensorSpec, splits: dict[str, Split], layout: Layout, spec: ModelSpec) -> TensorSpec:
@@ -112,14 +133,16 @@ def embedding_count(spec: ModelSpec) -> int:
     return sum(t.numel for t in tensors(spec) if t.lookup)
 
 
-def units(spec: ModelSpec, join: int = 0, layout: Layout | None = None) -> dict[str, UnitSpec]:
+def units(
+    spec: ModelSpec, join: int = 0, layout: Layout | None = None, stage: Stage | None = None
+) -> dict[str, UnitSpec]:
     """The units by name, in the order in which forward meets them.
 
-    join: units are joined until a rank holds as many parameters of each (see spec/joining.py), except the tied one.
-    layout: as for `tensors`.
+    join: units are joined until a rank holds as many parameters of each (see spec/joining.py), except the tied one;
+    never those of two stages. layout, stage: as for `tensors`.
     """
     groups: dict[str, list[TensorSpec]] = {}
-    for tensor in tensors(spec, layout):
+    for tensor in tensors(spec, layout, stage):
         groups.setdefault(tensor.unit, []).append(tensor)
     sizes = ((name, sum(t.local_numel for t in group)) for name, group in groups.items())
     tied = {name for name, group in groups.items() if any(t.tied for t in group)}
@@ -129,9 +152,11 @@ def units(spec: ModelSpec, join: int = 0, layout: Layout | None = None) -> dict[
     }
 
 
-def unit_counts(spec: ModelSpec, join: int = 0, layout: Layout | None = None) -> dict[str, int]:
+def unit_counts(
+    spec: ModelSpec, join: int = 0, layout: Layout | None = None, stage: Stage | None = None
+) -> dict[str, int]:
     """Number of parameters of each unit that a rank holds where ZeRO cuts nothing."""
-    return {name: unit.numel for name, unit in units(spec, join, layout).items()}
+    return {name: unit.numel for name, unit in units(spec, join, layout, stage).items()}
 
 
 def segments(spec: ModelSpec, join: int = 0) -> int:
@@ -156,7 +181,7 @@ def buffer_count(spec: ModelSpec, seq: int) -> int:
     return 0 if spec.family == "gpt2" else 2 * rotary_length(spec, seq) * spec.head_width
 
 
-def _gpt2(spec: ModelSpec) -> Iterator[TensorSpec]:
+def _gpt2(spec: ModelSpec, blocks: range) -> Iterator[TensorSpec]:
     d, f = spec.hidden, spec.ffn_width
     yield _table("transformer.wte.weight", spec)
     yield TensorSpec("transformer.wpe.weight", (spec.max_seq, d), "embedding", lookup=True)
@@ -168,7 +193,7 @@ def _gpt2(spec: ModelSpec) -> Iterator[TensorSpec]:
         ("mlp.c_fc.weight", (d, f)), ("mlp.c_fc.bias", (f,)),
         ("mlp.c_proj.weight", (f, d)), ("mlp.c_proj.bias", (d,)),
     ]  # fmt: skip
-    for i in range(spec.layers):
+    for i in blocks:
         for name, shape in block:
             yield TensorSpec(f"transformer.h.{i}.{name}", shape, f"blocks.{i}", block=i)
     yield TensorSpec("transformer.ln_f.weight", (d,), "head")
@@ -177,11 +202,11 @@ def _gpt2(spec: ModelSpec) -> Iterator[TensorSpec]:
         yield TensorSpec("lm_head.weight", (spec.vocab, d), "head")
 
 
-def _llama(spec: ModelSpec) -> Iterator[TensorSpec]:
+def _llama(spec: ModelSpec, blocks: range) -> Iterator[TensorSpec]:
     d = spec.hidden
     yield _table("model.embed_tokens.weight", spec)
     block = list(_llama_block(spec))
-    for i in range(spec.layers):
+    for i in blocks:
         for name, shape in block:
             yield TensorSpec(f"model.layers.{i}.{name}", shape, f"blocks.{i}", block=i)
     yield TensorSpec("model.norm.weight", (d,), "head")

@@ -22,23 +22,30 @@ gathered unit or temporary meets most of what is still saved:
 
 Left out are the workspace inside single operations, the allocator's rounding and the libraries. Forward holds no more
 at any place than backward does there.
+
+A pipeline rank has the moments of each of its stages, of their own blocks and of the ends that they have, and beside
+them what other micro-batches in flight keep: see predict/flight.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.predict import activations, reductions
 from meshwright.predict.alive import Alive
 from meshwright.predict.context import Attention, beside, borrowed, mask
-from meshwright.predict.params import tensors, units
+from meshwright.predict.flight import Flight, Load
+from meshwright.predict.micros import Micro, sizes
+from meshwright.predict.params import tensors, units, whole
+from meshwright.predict.stages import stages_on
 from meshwright.predict.states import DTYPE_BYTES, gradient_bytes, master_bytes, padded, shards
-from meshwright.spec.batch import micro_steps
+from meshwright.spec.batch import largest_micro, micro_steps
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import LOSS_ROWS, WIDENED, RunSpec
+from meshwright.spec.stages import Stage
 from meshwright.spec.traffic import lent_to_sum
 
 LINES = ("activations", "logits", "loss workspace", "gathered units", "reductions", "fresh gradients", "temporaries")
@@ -51,7 +58,8 @@ class Moment:
     activations: saved for backward and not yet freed. logits, loss workspace: see `loss_workspace`. gathered units:
     whole parameters at ZeRO 3. reductions: see predict/reductions.py. fresh gradients: one parameter's before it is
     copied into its buffer, and a tied weight's from the head on, until it meets the embedding's. temporaries:
-    gradients of activations, and what else a single layer holds for a moment.
+    gradients of activations, and what else a single layer holds for a moment. On pipeline ranks also receive buffers:
+    of messages that are not used yet.
     """
 
     what: str
@@ -64,21 +72,8 @@ class Moment:
 
 def saved(run: RunSpec, layout: Layout, sequences: int, *, cpu: bool = True) -> list[activations.Saved]:
     """What autograd keeps of a micro-batch of `sequences` sequences of this run, laid out so, on the CPU or an
-    accelerator."""
-    return activations.saved(run.model, layout=layout, **_sizes(run, sequences, cpu))
-
-
-def _sizes(run: RunSpec, sequences: int, cpu: bool) -> activations.Sizes:
-    return {
-        "batch": sequences,
-        "seq": run.data.seq_len,
-        "dtype_bytes": DTYPE_BYTES[run.precision],
-        "attention": run.attention,
-        "loss": run.loss,
-        "dropout": run.dropout,
-        "device": "cpu" if cpu else "cuda",
-        "packed": run.data.packing == "documents",
-    }
+    accelerator; of the whole model, whatever the pipeline ranks (see flight.kept_at_once for theirs)."""
+    return activations.saved(run.model, layout, **sizes(run, (sequences, run.data.seq_len), cpu))
 
 
 def written_out(run: RunSpec, *, cpu: bool) -> bool:
@@ -119,34 +114,54 @@ def loss_workspace(
 
 
 def moments(run: RunSpec, layout: Layout, sequences: int, *, cpu: bool) -> Iterator[Moment]:
-    """Those of a micro-batch of `sequences` sequences and of the update after it, on the CPU or an accelerator."""
-    step = _Step(run, layout, sequences, cpu)
+    """Those of a micro-batch of `sequences` sequences and of the update after it, on the CPU or an accelerator; of the
+    whole model."""
+    model = whole(run.model)
     if sequences or (layout.zero == 3 and shards(layout) > 1):
-        yield step.loss()
-        if run.loss == "full":
-            yield step.head()
-        yield step.final_norm()
-        for index in reversed(range(run.model.layers)):
-            if layout.recompute == "selective" and step.written_out:
-                yield from step.recompute(index)
-            yield from step.mlp(index)
-            yield step.attention(index)
-            if layout.tp > 1:
-                yield step.columns(index)
-        yield step.embedding()
-    yield step.update()
+        yield from _Step(run, layout, (sequences, run.data.seq_len), model, (model,), cpu).backward()
+    yield _update(run, layout, sequences, (model,), cpu)
+
+
+def moments_on(run: RunSpec, layout: Layout, rank: int, *, cpu: bool) -> Iterator[Moment]:
+    """Those of `rank`, its number in the world, which has its largest micro-batch, or in a pipeline several in
+    flight."""
+    place = layout.coordinates(rank)["dp"]
+    most = largest_micro(run.batch.sequences, layout.data_ranks, place, run.batch.micro)
+    if layout.pp == 1:
+        yield from moments(run, layout, most, cpu=cpu)
+        return
+    stages = stages_on(run, layout, rank)
+    for load in Flight(run, layout, rank, cpu=cpu).heaviest():
+        for moment in _Step(run, layout, load.micro, load.stage, stages, cpu).backward():
+            yield _with(moment, load)
+    yield _update(run, layout, most, stages, cpu)
+
+
+def _with(moment: Moment, load: Load) -> Moment:
+    """A moment of one micro-batch on one stage, with what the rank holds beside it."""
+    more = {"activations": load.activations, "gathered units": load.gathered}
+    lines = {name: size + more.get(name, 0) for name, size in moment.lines.items()}
+    number = load.others + 1
+    what = f"{moment.what}, {number} micro-batch{'es' * (number != 1)} in flight"
+    return Moment(what, lines | {"receive buffers": load.received})
 
 
 class _Step:
-    """The moments one by one, and the sizes that they share, in bytes."""
+    """The moments of a micro-batch's backward on one stage, one by one, and the sizes that they share, in bytes.
 
-    def __init__(self, run: RunSpec, layout: Layout, sequences: int, cpu: bool) -> None:
-        self.run, self.layout, self.spec = run, layout, run.model
-        self.tokens, tp = sequences * (run.data.seq_len // layout.cp), layout.tp
+    stages: all of the rank.
+    """
+
+    def __init__(
+        self, run: RunSpec, layout: Layout, micro: Micro, stage: Stage, stages: Sequence[Stage], cpu: bool
+    ) -> None:
+        sequences, self.seq = micro
+        self.run, self.layout, self.spec, self.stage = run, layout, run.model, stage
+        self.tokens, tp = sequences * (self.seq // layout.cp), layout.tp
         self.size = DTYPE_BYTES[run.precision]
         self.wide = max(self.size, 4)
-        self.padded = list(padded(run, layout).values())
-        held = list(enumerate(units(self.spec, layout.join, layout).values()))  # units by their place in forward
+        self.padded = list(padded(run, layout, stage).values())
+        held = list(enumerate(units(self.spec, layout.join, layout, stage).values()))  # units by their place in forward
         self.last = len(held) - 1
         self.tied = {place for place, unit in held if unit.tied}
         self.lookup = {place for place, unit in held if unit.lookup}
@@ -155,27 +170,48 @@ class _Step:
         self.hidden = self.whole // (tp if layout.sp else 1)  # and of what this rank has of them
         # Gathered, the parts lie one after the other, and are put in order where there are several sequences.
         self.gathered = (1 + (sequences > 1)) * self.whole if layout.sp else 0
-        by_tensor_ranks = self.whole if layout.sp else lent_to_sum(tp, self.whole)
-        others, self.passing = [[by_tensor_ranks]] if by_tensor_ranks else [], 0
+        self.passing = 0
         if layout.cp > 1 and sequences:
-            it = Attention.of(self.spec, layout, batch=sequences, seq=run.data.seq_len, dtype_bytes=self.size)
-            others.append(borrowed(it))
+            it = Attention.of(self.spec, layout, batch=sequences, seq=self.seq, dtype_bytes=self.size)
             self.passing = beside(it, cpu=cpu) + mask(it, packed=run.data.packing == "documents")
-        self.kept = reductions.kept(run, layout, others) if cpu else None
-        self.wholes = reductions.wholes(run, layout)
-        self.alive = Alive(activations.storages(run.model, layout, **_sizes(run, sequences, cpu)), layout)
-        self.region = layout.region(self.spec.layers)
+        self.kept = _kept(run, layout, micro, stages) if cpu else None
+        self.wholes = reductions.wholes(run, layout, stage)
+        # Of the other stages the last reductions may still be under way.
+        self.elsewhere = sum(
+            reductions.on_their_way(run, layout, reductions.wholes(run, layout, other), None)
+            for other in stages
+            if other != stage
+        )
+        self.alive = Alive(activations.storages(run.model, layout, **sizes(run, micro, cpu, stage)), layout)
+        self.region = layout.region(len(stage.blocks))
         self.width = self.spec.ffn_width // tp  # of this rank's part of the MLP
         self.ffn = self.tokens * self.width * self.size
         heads, kv_heads = self.spec.heads // tp, -(-self.spec.num_kv_heads // tp)
         self.qkv = (heads + 2 * kv_heads) * self.spec.head_width
         self.heads = self.tokens * self.qkv * self.size  # q, k and v
         self.written_out = written_out(run, cpu=cpu)
-        self.scores = sequences * heads * run.data.seq_len**2
+        self.scores = sequences * heads * self.seq**2
         self.scores *= self.size if run.attention == "explicit" else self.wide
         self.words = -(-self.spec.vocab // tp)
         self.table = self.words * self.spec.hidden * self.size
         self.llama = self.spec.family == "llama"
+
+    def backward(self) -> Iterator[Moment]:
+        """From the end of the stage to its beginning."""
+        if self.stage.last:
+            yield self.loss()
+            if self.run.loss == "full":
+                yield self.head()
+            yield self.final_norm()
+        for index in reversed(self.stage.blocks):
+            if self.layout.recompute == "selective" and self.written_out:
+                yield from self.recompute(index)
+            yield from self.mlp(index)
+            yield self.attention(index)
+            if self.layout.tp > 1:
+                yield self.columns(index)
+        if self.stage.first:
+            yield self.embedding()
 
     def loss(self) -> Moment:
         tp = self.layout.tp
@@ -212,13 +248,13 @@ class _Step:
             places["dropped weights"] = self.scores + beside
         for before, temporaries in places.items():
             lines = {
-                "activations": self.alive.recomputing(index, before),
+                "activations": self.alive.recomputing(index - self.stage.start, before),
                 "temporaries": self.hidden + self.heads + temporaries,
             }
             yield self._moment(f"recompute of block {index}", self.block[index], lines, tied=True)
 
     def mlp(self, index: int) -> Iterator[Moment]:
-        end = self.alive.block_ends[index]
+        end = self.alive.block_ends[index - self.stage.start]
         what, place = f"MLP of block {index}", self.block[index]
         last = {
             "activations": end,
@@ -261,17 +297,12 @@ class _Step:
         return self.gathered + self.hidden if self.layout.sp else 0
 
     def embedding(self) -> Moment:
-        tables = [t.local_numel for t in tensors(self.spec, self.layout) if t.tied or t.lookup]
+        held = tensors(self.spec, self.layout, self.stage)
+        tables = [tensor.local_numel for tensor in held if tensor.tied or tensor.lookup]
         # Of tensor ranks each has the gradient of all tokens, and that of those among its words.
         temporaries = 2 * self.whole if self.layout.tp > 1 else self.hidden
         lines = {"fresh gradients": max(tables) * self.size, "temporaries": temporaries}
         return self._moment("embedding", 0, lines, tied=True)
-
-    def update(self) -> Moment:
-        part = 0
-        if gradient_bytes(self.run) < master_bytes(self.run):
-            part = min(max(self.padded) // shards(self.layout), WIDENED) * master_bytes(self.run)
-        return Moment("update", dict.fromkeys(LINES, 0) | {"reductions": self.kept or 0, "temporaries": part})
 
     # -- what they are made of --------------------------------------------------------------------------------------
 
@@ -293,10 +324,10 @@ class _Step:
             found["reductions"] = self.kept
         else:
             left = self.last - place
-            found["reductions"] = reductions.on_their_way(
+            found["reductions"] = self.elsewhere + reductions.on_their_way(
                 self.run, self.layout, self.wholes, None if what == "loss" else left
             )
-        if tied and self.tied:
+        if tied and self.tied and self.stage.whole:  # in a pipeline each end has its own
             found["fresh gradients"] += self.table
         return Moment(what, found)
 
@@ -306,10 +337,33 @@ class _Step:
         if self.layout.zero_gather == "step":
             return range((self.last if micros > 1 else place) + 1)
         # A region's blocks stay from its recompute until backward has been through each.
-        index = place - self.block[0]
-        first = place - (index % self.region if 0 <= index < self.spec.layers else 0)
-        near = range(max(first - self.layout.zero_ahead, 0), place + 1)
-        return self.tied | (set(near) - self.lookup)
+        index = place - self.block[self.stage.start]
+        first = place - (index % self.region if 0 <= index < len(self.stage.blocks) else 0)
+        near = set(range(max(first - self.layout.zero_ahead, 0), place + 1)) - self.lookup
+        if self.stage.whole or (self.stage.last and place == self.last):
+            return self.tied | near
+        return near - self.tied
 
     def _block(self, index: int) -> str:
         return f"model.layers.{index}" if self.llama else f"transformer.h.{index}"
+
+
+def _kept(run: RunSpec, layout: Layout, micro: Micro, stages: Sequence[Stage]) -> int:
+    """Bytes of the buffers that a rank on the CPU keeps: for reductions, and for what layers lend on their way."""
+    sequences, seq = micro
+    size = DTYPE_BYTES[run.precision]
+    whole = sequences * (seq // layout.cp) * run.model.hidden * size
+    by_tensor_ranks = whole if layout.sp else lent_to_sum(layout.tp, whole)
+    others = [[by_tensor_ranks]] if by_tensor_ranks else []
+    if layout.cp > 1 and sequences:
+        others.append(borrowed(Attention.of(run.model, layout, batch=sequences, seq=seq, dtype_bytes=size)))
+    return reductions.kept(run, layout, others, stages)
+
+
+def _update(run: RunSpec, layout: Layout, sequences: int, stages: Sequence[Stage], cpu: bool) -> Moment:
+    part = 0
+    if gradient_bytes(run) < master_bytes(run):
+        largest = max(size for stage in stages for size in padded(run, layout, stage).values())
+        part = min(largest // shards(layout), WIDENED) * master_bytes(run)
+    kept = _kept(run, layout, (sequences, run.data.seq_len), stages) if cpu else 0
+    return Moment("update", dict.fromkeys(LINES, 0) | {"reductions": kept, "temporaries": part})

@@ -15,28 +15,34 @@ from meshwright.predict.states import gradient_bytes, padded, reduce_bytes, shar
 from meshwright.spec.batch import micro_steps
 from meshwright.spec.layout import Layout
 from meshwright.spec.run import UNDER_WAY, RunSpec
+from meshwright.spec.stages import Stage
 
 
-def kept(run: RunSpec, layout: Layout, others: Sequence[Sequence[int]] = ()) -> int:
+def kept(
+    run: RunSpec, layout: Layout, others: Sequence[Sequence[int]] = (), stages: Sequence[Stage | None] = (None,)
+) -> int:
     """Bytes of the buffers that a rank on the CPU keeps for reductions, once a few steps have gone by.
 
     others: those that layers lend and give back, by what is out at once: one of the hidden states where sequence
-    parallelism scatters them, and attention's over context ranks.
+    parallelism scatters them, and attention's over context ranks. stages: the rank's, each of which reduces by itself
+    and lends from the same pool; None: the whole model.
     """
     pool = _Pool()
     micros = micro_steps(run.batch.sequences, layout.data_ranks, run.batch.micro) if layout.zero >= 2 else 1
-    order = wholes(run, layout)
+    orders = [wholes(run, layout, stage) for stage in reversed(stages)]
     for _ in range(3):
-        under_way: deque[list[int]] = deque()
+        under_way: list[deque[list[int]]] = [deque() for _ in orders]
         for _ in range(min(micros, 2)):
-            while under_way:  # backward begins by ending what the last one left
-                pool.give(under_way.popleft())
-            for size in order:
-                for together in others:
-                    pool.give([pool.take(need) for need in together])
-                _reduce(run, layout, size, pool, under_way)
-        while under_way:
-            pool.give(under_way.popleft())
+            for order, mine in zip(orders, under_way, strict=True):
+                while mine:  # backward begins by ending what the last one left
+                    pool.give(mine.popleft())
+                for size in order:
+                    for together in others:
+                        pool.give([pool.take(need) for need in together])
+                    _reduce(run, layout, size, pool, mine)
+        for mine in under_way:
+            while mine:
+                pool.give(mine.popleft())
     return sum(pool.free)
 
 
@@ -53,9 +59,10 @@ def on_their_way(run: RunSpec, layout: Layout, order: Sequence[int], place: int 
     return sum(order[max(place - UNDER_WAY, 0) : place + (layout.zero >= 2)])
 
 
-def wholes(run: RunSpec, layout: Layout) -> list[int]:
-    """Bytes of each unit's whole gradients in the dtype of the reduction, in the order of backward."""
-    return [size * reduce_bytes(run) for size in reversed(padded(run, layout).values())]
+def wholes(run: RunSpec, layout: Layout, stage: Stage | None = None) -> list[int]:
+    """Bytes of each unit's whole gradients in the dtype of the reduction, in the order of backward; of a pipeline's
+    `stage`, or of the whole model."""
+    return [size * reduce_bytes(run) for size in reversed(padded(run, layout, stage).values())]
 
 
 def _reduce(run: RunSpec, layout: Layout, size: int, pool: _Pool, under_way: deque[list[int]]) -> None:

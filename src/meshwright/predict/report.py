@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
-from meshwright.predict.flops import Flops, counted, model_flops
+from meshwright.predict.flops import Flops, model_flops
 from meshwright.predict.memory import Device, Memory, memory
 from meshwright.predict.params import count, embedding_count, units
-from meshwright.predict.peak import written_out
+from meshwright.predict.pipeline import Pipeline, pipeline, stage_flops
+from meshwright.predict.stages import stages_of
 from meshwright.predict.traffic import total_wire, traffic
 from meshwright.spec.batch import micro_steps
 from meshwright.spec.layout import Layout
@@ -20,7 +21,8 @@ from meshwright.spec.traffic import TrafficRow
 class Parameters:
     """Numbers of parameters; a tied weight counts once. `embedding` is what is only looked up, `units` are joined.
 
-    local: of each unit what a tensor rank holds where ZeRO cuts nothing, what fills up its parts included.
+    local: of each unit what a tensor rank holds where ZeRO cuts nothing, what fills up its parts included. A pipeline's
+    stages have units of their own; a tied table, which both ends hold, stands once.
     """
 
     total: int
@@ -43,7 +45,8 @@ class Prediction:
     """What a run will hold, move and compute. Sizes in bytes.
 
     `memory` is that of the rank that holds most (the first of them, where several do); `idle_ranks` are the data ranks
-    that have no sequence of the batch and hold no activations. `traffic` is that of rank 0.
+    that have no sequence of the batch and hold no activations. `traffic` is that of rank 0; `pipeline` is there with
+    pipeline ranks.
     """
 
     layout: Layout
@@ -55,6 +58,7 @@ class Prediction:
     traffic: tuple[TrafficRow, ...]
     wire_per_step: float  # bytes one rank sends
     flops: StepFlops
+    pipeline: Pipeline | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The same in dicts, lists, strings and numbers, for JSON; totals beside their parts."""
@@ -82,9 +86,12 @@ def predict(run: RunSpec, ranks: int | None = None, device: Device | None = None
     rows = traffic(run, layout)  # of rank 0, which has the largest part of the batch, and so sends most
     per_token = model_flops(run.model, seq=seq)
     tokens = sequences * seq
-    held_together = units(run.model, layout.join, layout)
-    ranks_with = (layout.rank_at({"dp": place}) for place in _kinds(sequences, data_ranks))
-    held = [memory(run, layout, rank, device) for rank in ranks_with]
+    held_together = {
+        name: unit
+        for stage in stages_of(run.model, layout, seq)
+        for name, unit in units(run.model, layout.join, layout, stage).items()
+    }
+    held = {place: _fullest(run, layout, place, device) for place in range(layout.pp)}
     return Prediction(
         layout=layout,
         parameters=Parameters(
@@ -95,25 +102,29 @@ def predict(run: RunSpec, ranks: int | None = None, device: Device | None = None
         ),
         tokens_per_step=tokens,
         micro_batches=micro_steps(sequences, data_ranks, run.batch.micro),
-        memory=max(held, key=lambda m: m.total),
+        memory=max(held.values(), key=lambda m: m.total),
         idle_ranks=tuple(range(min(sequences, data_ranks), data_ranks)),  # those behind have the smaller parts
         traffic=rows,
         wire_per_step=total_wire(rows),
         flops=StepFlops(per_token, per_token * tokens, executed(run, layout, device)),
+        pipeline=pipeline(run, layout, held),
+    )
+
+
+def _fullest(run: RunSpec, layout: Layout, place: int, device: Device | None) -> Memory:
+    """Of the ranks at `place` in the pipeline the one that holds most, the first of them where several do."""
+    kinds = _kinds(run.batch.sequences, layout.data_ranks)
+    return max(
+        (memory(run, layout, layout.rank_at({"dp": kind, "pp": place}), device) for kind in kinds),
+        key=lambda m: m.total,
     )
 
 
 def executed(run: RunSpec, layout: Layout, device: Device | None = None) -> Flops:
     """FLOPs that all devices compute in a step; `device` as for `memory`."""
-    sequences, seq = run.batch.sequences, run.data.seq_len
-    attention: Literal["sdpa", "explicit"] = "sdpa"
-    if written_out(run, cpu=(device or run.device) == "cpu"):
-        attention = "explicit"
-    each = (
-        counted(run.model, batch=sequences, seq=seq, attention=attention, loss=run.loss, layout=layout, place=place)
-        for place in range(layout.cp)
-    )
-    return sum(each, Flops(0, 0)).times(layout.tp)
+    cpu = (device or run.device) == "cpu"
+    stages = stages_of(run.model, layout, run.data.seq_len)
+    return sum((stage_flops(run, layout, stage, cpu=cpu) for stage in stages), Flops(0, 0))
 
 
 def _kinds(sequences: int, ranks: int) -> list[int]:

@@ -7,7 +7,7 @@ from functools import cache
 from meshwright.predict.flops import block_flops, head_flops
 from meshwright.predict.params import TensorSpec, tensors
 from meshwright.schedule import make
-from meshwright.schedule.actions import Schedule
+from meshwright.schedule.actions import Action, Schedule
 from meshwright.spec.batch import micro_steps
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
@@ -50,6 +50,16 @@ def stages_on(run: RunSpec, layout: Layout, rank: int) -> tuple[Stage, ...]:
         return every
     place = layout.coordinates(rank)["pp"]
     return tuple(every[stage] for stage, holder in enumerate(schedule_of(run, layout).stages) if holder == place)
+
+
+def tensors_on(run: RunSpec, layout: Layout, rank: int) -> tuple[TensorSpec, ...]:
+    """The parameters of `rank`'s stages; a tied table is on the first and on the last."""
+    return tuple(tensor for stage in stages_on(run, layout, rank) for tensor in tensors(run.model, layout, stage))
+
+
+def actions_of(run: RunSpec, layout: Layout, rank: int) -> tuple[Action, ...]:
+    """What `rank` does in a step, one thing after another; the layout has pipeline ranks."""
+    return schedule_of(run, layout).ranks[layout.coordinates(rank)["pp"]]
 
 
 def schedule_of(run: RunSpec, layout: Layout) -> Schedule:
