@@ -71,18 +71,3 @@ def schedule_of(run: RunSpec, layout: Layout) -> Schedule:
 @cache
 def _schedule(name: str, ranks: int, micros: int, chunks: int) -> Schedule:
     return make(name, ranks, micros, chunks)
-
-
-def tensors_on(run: RunSpec, layout: Layout, rank: int) -> tuple[TensorSpec, ...]:
-    """The parameters of `rank`'s stages; a tied table is on the first and on the last."""
-    held = stages_on(run, layout, rank)
-    return tuple(tensor for stage in held for tensor in tensors(run.model, layout) if has(stage, tensor))
-
-
-def has(stage: Stage, tensor: TensorSpec) -> bool:
-    """Whether a parameter belongs to a stage."""
-    if tensor.block is not None:
-        return tensor.block in stage.blocks
-    if tensor.tied:
-        return stage.first or stage.last
-    return stage.first if tensor.lookup else stage.last

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from meshwright.predict.activations import Saved, total
-from meshwright.predict.memory import memory
-from meshwright.predict.peak import saved
+from meshwright.predict.flight import kept_at_once
 from meshwright.predict.stages import tensors_on
 from meshwright.predict.states import buffers, states
 from meshwright.predict.traffic import traffic
@@ -35,7 +34,7 @@ def judge(run: RunSpec, steps: int, ranks: Sequence[Evidence], expected: Evidenc
     tensors = compare_tensors(ranks, expected, bound, least_sizes(run), lambda rank, name: name in names[rank])
     scalars = check_scalars(ranks, expected, bound)
     moved = _traffic(run, ranks)
-    held = check_states(ranks, states(run, run.layout) | {"buffers": buffers(run), OTHER: 0})
+    held = _states(run, ranks)
     # What a compiled block keeps is the compiler's choice, and not predicted.
     kept, differences = _activations(run, ranks) if run.compile == "none" else ([], [])
     factors = {
@@ -65,12 +64,31 @@ def judge(run: RunSpec, steps: int, ranks: Sequence[Evidence], expected: Evidenc
 
 def _traffic(run: RunSpec, ranks: Sequence[Evidence]) -> list[Check]:
     """Each rank against its own prediction; of what several sent, the check at the rank where they differ most."""
+    return _worst(
+        replace(check, rank=rank)
+        for rank, evidence in enumerate(ranks)
+        for check in check_traffic([evidence], traffic(run, run.layout, rank))
+    )
+
+
+def _states(run: RunSpec, ranks: Sequence[Evidence]) -> list[Check]:
+    """Each rank against its own prediction, likewise."""
+    found = (
+        replace(check, rank=rank)
+        for rank, evidence in enumerate(ranks)
+        for check in check_states(
+            [evidence], states(run, run.layout, rank) | {"buffers": buffers(run, run.layout, rank), OTHER: 0}
+        )
+    )
+    return _worst(found)
+
+
+def _worst(checks: Iterable[Check]) -> list[Check]:
     worst: dict[str, Check] = {}
-    for rank, evidence in enumerate(ranks):
-        for check in check_traffic([evidence], traffic(run, run.layout, rank)):
-            known = worst.get(check.what)
-            if known is None or abs(check.expected - check.found) > abs(known.expected - known.found):
-                worst[check.what] = replace(check, rank=rank)
+    for check in checks:
+        known = worst.get(check.what)
+        if known is None or abs(check.expected - check.found) > abs(known.expected - known.found):
+            worst[check.what] = check
     return list(worst.values())
 
 
@@ -86,7 +104,7 @@ def _activations(run: RunSpec, ranks: Sequence[Evidence]) -> tuple[list[Check], 
     """The check at the rank where prediction and measurement differ most, and what differs there."""
     checks: list[tuple[Check, list[Saved], SavedBytes]] = []
     for rank, evidence in enumerate(ranks):
-        foretold = saved(run, run.layout, memory(run, run.layout, rank).sequences)
+        foretold = kept_at_once(run, run.layout, rank)
         found = SavedBytes(tuple(evidence.activations))
         checks.append((check_activations(rank, total(foretold), found.total), foretold, found))
     worst, foretold, found = max(checks, key=lambda c: (not c[0].passed, abs(c[0].expected - c[0].found)))
