@@ -94,6 +94,11 @@ class Mesh:
         """The mesh of a process that is alone; needs no process group, and its collectives do nothing."""
         return cls({axis: 1 for axis in AXES}, AXES, 0, device, 0.0)
 
+    @property
+    def checked(self) -> bool:
+        """Whether ranks compare each operation before they do it: see comm/check.py."""
+        return self._checks is not None
+
     def __repr__(self) -> str:
         return f"Mesh(rank {self.rank} of {self.world}, {self.coords} in {self.sizes}, {self.device})"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
 from collections.abc import Callable
@@ -71,6 +72,15 @@ class Pending:
         group.blackbox.leave()
         if group.checker is not None:
             group.checker.after(call)
+
+    def let_go(self) -> None:
+        """Wait, on a thread of one's own, and free the buffers. Nobody else is told, and what goes wrong stays: that is
+        for the `wait` that must follow."""
+        if self._work is not None:
+            with contextlib.suppress(RuntimeError):
+                self._work.wait()
+                assert self._call is not None
+                self._buffers, self._call.tensors = (), ()
 
     def __del__(self) -> None:
         if getattr(self, "_group", None) is not None:

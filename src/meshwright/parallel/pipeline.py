@@ -16,12 +16,12 @@ PipeDream, and 2021, interleaved stages).
     reduce             the stage's gradients are all there         see zero.py
     =================  ==========================================  ====================================================
 
-Receives are posted before they are needed and sends are waited for when the receiver has surely had them, so a message
-travels under computation where the schedule leaves it time. Each direction between two ranks has a communicator of its
+Receives are posted before they are needed and nobody waits for sends, so a message travels under computation where the
+schedule leaves it time. Each direction between two ranks has a communicator of its
 own for activations and one for gradients; schedule/check.py proves that no order of theirs can end in a deadlock.
 
 Between a forward and its backward a stage keeps what autograd saved, and the root of its graph, not the output itself:
-that is let go when it has arrived. Stages on one rank hand tensors over.
+that is let go when it has left (on an accelerator at the end of the step). Stages on one rank hand tensors over.
 
 Memory a rank: the parameters and states of its stages only; activations of as many micro-batches as the schedule has in
 flight there at most (GPipe: all m; 1F1B: min(m, p − s)).
@@ -39,6 +39,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from meshwright.comm.collectives import Group, Pending
 from meshwright.comm.mesh import Mesh
+from meshwright.comm.outbox import Outbox
 from meshwright.schedule.actions import Action, Schedule
 from meshwright.spec.errors import UserError
 from meshwright.spec.traffic import Phase
@@ -67,8 +68,7 @@ class _Flight:
     hidden: Tensor | None = None  # the stage's input, a leaf
     coming: Pending | None = None  # the input on its way here
     root: GradientEdge | None = None  # where backward begins, whether or not the output is there still
-    output: Tensor | None = None  # until it has arrived
-    leaving: Pending | None = None  # the output on its way
+    output: Tensor | None = None  # until it is sent
     gradient: Tensor | None = None  # of the output
     back: Pending | None = None  # that on its way here
     sent_back: Tensor | None = None  # the input's gradient, until it is sent
@@ -109,7 +109,7 @@ class Pipeline:
                 self._activations[stage] = ways[source, target, "activations"]
                 self._gradients[stage + 1] = ways[target, source, "gradients"]
         self._flights: dict[tuple[int, int | None], _Flight] = {}
-        self._sending: list[Pending] = []
+        self._outbox = Outbox(watched=mesh.device.type == "cpu" and not mesh.checked)
 
     def run(self, passes: Passes) -> None:
         """Do all actions of a step up to the optimizer's, which is the caller's."""
@@ -152,7 +152,8 @@ class Pipeline:
         elif kind == "send_activations":
             flight = self._flight(stage, micro)
             assert flight.output is not None
-            flight.leaving = self._send(self._activations[stage], flight.output, "activations", micro)
+            output, flight.output = flight.output, None
+            self._send(self._activations[stage], output, "activations", micro)
         elif kind == "recv_gradients":
             flight = self._flight(stage, micro)
             flight.gradient = self._room(shape)
@@ -161,7 +162,7 @@ class Pipeline:
             assert kind == "send_gradients", action
             flight = self._flights.pop((stage, micro))
             assert flight.sent_back is not None
-            self._sending.append(self._send(self._gradients[stage], flight.sent_back, "gradients", micro))
+            self._send(self._gradients[stage], flight.sent_back, "gradients", micro)
 
     def _forward(self, stage: int, micro: int, passes: Passes) -> None:
         flight = self._flight(stage, micro)
@@ -185,9 +186,6 @@ class Pipeline:
         if flight.back is not None:
             flight.back.wait()
             flight.back = None
-        if flight.leaving is not None:  # whoever has sent a gradient back has had it
-            flight.leaving.wait()
-            flight.leaving = flight.output = None
         root, gradient = flight.root, flight.gradient
         flight.root = flight.gradient = None
         assert root is not None, (stage, micro)
@@ -208,15 +206,9 @@ class Pipeline:
     def _begin(self) -> None:
         """Forget a step that was given up in the middle."""
         self._flights.clear()
-        self._sending.clear()
 
     def _end(self) -> None:
-        for pending in self._sending:
-            pending.wait()
-        self._sending.clear()
-        for flight in self._flights.values():
-            if flight.leaving is not None:
-                flight.leaving.wait()
+        self._outbox.drain()
         self._flights.clear()
 
     def _flight(self, stage: int, micro: int) -> _Flight:
@@ -225,8 +217,9 @@ class Pipeline:
     def _room(self, shape: Sequence[int]) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.mesh.device)
 
-    def _send(self, way: Group, tensor: Tensor, what: str, micro: int) -> Pending:
-        return way.send(tensor, 1 - way.rank, reason=f"pp.{what}", phase=_PHASES[what], micro=micro, async_=True)
+    def _send(self, way: Group, tensor: Tensor, what: str, micro: int) -> None:
+        reason, phase = f"pp.{what}", _PHASES[what]
+        self._outbox.post(way.send(tensor, 1 - way.rank, reason=reason, phase=phase, micro=micro, async_=True))
 
     def _receive(self, way: Group, tensor: Tensor, what: str, micro: int) -> Pending:
         return way.recv(tensor, 1 - way.rank, reason=f"pp.{what}", phase=_PHASES[what], micro=micro, async_=True)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 from meshwright.predict.flops import block_flops, head_flops
 from meshwright.predict.params import TensorSpec, tensors
 from meshwright.schedule import make
 from meshwright.schedule.actions import Action, Schedule
+from meshwright.schedule.files import read
 from meshwright.spec.batch import micro_steps
+from meshwright.spec.errors import UserError
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import RunSpec
@@ -65,9 +68,35 @@ def actions_of(run: RunSpec, layout: Layout, rank: int) -> tuple[Action, ...]:
 def schedule_of(run: RunSpec, layout: Layout) -> Schedule:
     """Who computes which micro-batch on which stage when. Raises UserError for what the schedule cannot take."""
     micros = micro_steps(run.batch.sequences, layout.data_ranks, run.batch.micro)
-    return _schedule(layout.pp_schedule, layout.pp, micros, layout.pp_chunks)
+    if not layout.schedule_file:
+        return _made(layout.pp_schedule, layout.pp, micros, layout.pp_chunks)
+    schedule = _read(layout.pp_schedule)
+    in_turn = tuple(stage % layout.pp for stage in range(layout.stages))
+    ranks, wrong = schedule.pipeline_ranks, None
+    if (ranks, len(schedule.stages)) != (layout.pp, layout.stages):
+        chunks = len(schedule.stages) // ranks
+        wrong = f"has {len(schedule.stages)} stages on {ranks} ranks; use pp={ranks} and pp_chunks={chunks}"
+    elif schedule.stages != in_turn:
+        wrong = (
+            f"has its stages on ranks {', '.join(map(str, schedule.stages))}; only stages that are dealt out in turn "
+            f"({', '.join(map(str, in_turn))}) are available yet"
+        )
+    elif schedule.micros != micros:
+        wrong = (
+            f"has {schedule.micros} micro-batches, and batch.sequences={run.batch.sequences} over dp={layout.dp} with "
+            f"batch.micro={run.batch.micro} makes {micros}; "
+            f"use batch.sequences={schedule.micros * layout.data_ranks * run.batch.micro}"
+        )
+    if wrong is not None:
+        raise UserError(f"layout.pp_schedule: {layout.pp_schedule} {wrong}")
+    return schedule
 
 
 @cache
-def _schedule(name: str, ranks: int, micros: int, chunks: int) -> Schedule:
+def _made(name: str, ranks: int, micros: int, chunks: int) -> Schedule:
     return make(name, ranks, micros, chunks)
+
+
+@cache
+def _read(path: str) -> Schedule:
+    return read(Path(path))
