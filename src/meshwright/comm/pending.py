@@ -76,11 +76,13 @@ class Pending:
     def let_go(self) -> None:
         """Wait, on a thread of one's own, and free the buffers. Nobody else is told, and what goes wrong stays: that is
         for the `wait` that must follow."""
-        if self._work is not None:
-            with contextlib.suppress(RuntimeError):
-                self._work.wait()
-                assert self._call is not None
-                self._buffers, self._call.tensors = (), ()
+        if self._work is None:
+            return
+        with contextlib.suppress(RuntimeError):
+            self._work.wait()
+            assert self._call is not None
+            # Gloo's sends can be waited for only once.
+            self._work, self._buffers, self._call.tensors = None, (), ()
 
     def __del__(self) -> None:
         if getattr(self, "_group", None) is not None:

@@ -65,7 +65,8 @@ def _keep_parameters(trainer: Trainer, evidence: Evidence, step: int) -> None:
 
 
 def _saved_activations(trainer: Trainer, data: UnequalData | Dataset, step: int) -> list[Kept]:
-    """What this rank keeps for backward when it keeps most in `step`; nothing where it has no sequence."""
+    """What this rank keeps for backward when it keeps most in `step`; nothing where it has no sequence, unless it takes
+    part in a pipeline."""
     passes = TrainingPasses(trainer, data, step, lambda: 0.0)
     weights = [unit.parameters for unit in trainer.sharded.units]  # at ZeRO 3 not yet the module's parameters
     # Inputs are made beforehand: they are there without autograd.
@@ -79,7 +80,7 @@ def _saved_activations(trainer: Trainer, data: UnequalData | Dataset, step: int)
     for _ in trainer.sharded.finish():
         pass
     passes.totals()
-    return list(fullest.kept) if any(passes.micros) else []
+    return list(fullest.kept) if any(passes.micros) or trainer.mesh.sizes["pp"] > 1 else []
 
 
 def main(folder: Path) -> None:
