@@ -95,7 +95,7 @@ def test_help_names_every_command_and_has_examples(capsys: pytest.CaptureFixture
     for command in COMMANDS:
         assert run([command, "-h"]) == 0
         said = capsys.readouterr().out
-        example = "inspect runs/demo" if command == "checkpoint" else "run.yaml"
+        example = {"checkpoint": "inspect runs/demo", "schedule": "1f1b --stages 4"}.get(command, "run.yaml")
         assert f"meshwright {command} {example}" in said
         assert "exit codes:" in said.lower()
     assert run(["--version"]) == 0

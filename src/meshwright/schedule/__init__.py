@@ -8,6 +8,18 @@ from __future__ import annotations
 from meshwright.schedule.actions import Action, Kind, Schedule
 from meshwright.schedule.check import Checked, check
 from meshwright.schedule.errors import ScheduleError
-from meshwright.schedule.registry import NAMES, bubble, make
+from meshwright.schedule.registry import NAMES, bubble, find, formula, make
 
-__all__ = ["NAMES", "Action", "Checked", "Kind", "Schedule", "ScheduleError", "bubble", "check", "make"]
+__all__ = [
+    "NAMES",
+    "Action",
+    "Checked",
+    "Kind",
+    "Schedule",
+    "ScheduleError",
+    "bubble",
+    "check",
+    "find",
+    "formula",
+    "make",
+]

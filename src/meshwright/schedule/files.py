@@ -104,7 +104,7 @@ def _schedule(content: Any) -> Schedule:
     ranks = content["ranks"]
     if not isinstance(ranks, list) or not all(isinstance(line, str) for line in ranks):
         raise ScheduleError("ranks: not a list of texts; write the actions of each rank into one, with spaces between")
-    lists = tuple(tuple(_actions(rank, line)) for rank, line in enumerate(ranks))
+    lists = tuple(tuple(actions(rank, line)) for rank, line in enumerate(ranks))
     number = sum(map(len, lists))
     if not isinstance(micros, int) or isinstance(micros, bool) or not 1 <= micros <= number:
         raise ScheduleError(f"micro_batches: {show(micros)} for {number} actions; use 1 or more, each with its actions")
@@ -118,7 +118,8 @@ def _whole_numbers(content: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(int(rank) for rank in stages)
 
 
-def _actions(rank: int, line: str) -> Sequence[Action]:
+def actions(rank: int, line: str) -> Sequence[Action]:
+    """The actions of a rank, written with spaces between. Raises ScheduleError."""
     found = []
     for position, text in enumerate(line.split()):
         parts = ACTION.fullmatch(text)
