@@ -1,4 +1,4 @@
-"""What a run asks of a pipeline beside its steps: checkpoints across stages, evaluation, samples, bad numbers, norms."""
+"""What a run asks of a pipeline beside its steps: checkpoints across stages, evaluation, samples, bad numbers."""
 
 from __future__ import annotations
 
