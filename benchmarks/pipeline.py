@@ -1,11 +1,15 @@
 """Our pipeline's step beside torch's `torch.distributed.pipelining`: the same stages, micro-batches and schedules.
 
     python benchmarks/pipeline.py [--ranks 2] [--rounds 40] [--only NAME …]
+    python benchmarks/pipeline.py --memory
 
 Both train the same stages of Llama blocks on the same hidden states: forward and backward of all micro-batches, the sum
 of squares as loss, fused AdamW. Torch's gradients are sums as ours are (`scale_grads=False`). Before the race loss and
 gradients of each contestant are compared with those of the whole stack on one rank. "small" stages take little longer
 than their messages; "heavy" ones are mostly matrix products.
+
+With --memory, what autograd keeps on each of four ranks at once, by schedule and number of micro-batches, as counted by
+its hooks in a step of a small model, beside what is predicted.
 """
 
 from __future__ import annotations
@@ -27,11 +31,16 @@ from meshwright.model.init import initialise_
 from meshwright.parallel import zero
 from meshwright.parallel.pipeline import Pipeline
 from meshwright.parallel.together import ShardedStages
+from meshwright.predict.activations import total
+from meshwright.predict.flight import kept_at_once
 from meshwright.schedule import make
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.run import Optimizer
+from meshwright.spec.run import Batch, Data, Optimizer, RunSpec
 from meshwright.train.optimizer import FlatAdamW
+from meshwright.train.trainer import Trainer
+from meshwright.verify.unequal import proof_data
+from meshwright.verify.worker import saved_activations
 
 TORCHS = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
 TOLERANCE = 1e-4  # of gradients in float32, relative to the largest of the tensor
@@ -261,10 +270,37 @@ def report(name: str, schedule: str, case: Case, ranks: int, chunks: int, result
     print(f"  controls: torch with itself {result.itself:.3f}, contention {result.contention:.2f}", flush=True)
 
 
+def kept(rank: int) -> None:
+    """Print the most that autograd keeps on each stage."""
+    for schedule in ("gpipe", "1f1b"):
+        for recompute in ("none", "full"):
+            for micros in (4, 16):
+                run = RunSpec(
+                    model=ModelSpec(family="llama", vocab=256, hidden=64, layers=8, heads=4, kv_heads=2, ffn=176),
+                    data=Data(seq_len=64), batch=Batch(sequences=micros, micro=1),
+                    layout=Layout(pp=4, dp=1, pp_schedule=schedule, pp_split="layers", recompute=recompute),
+                )  # fmt: skip
+                mesh = Mesh.create(run.layout, device=torch.device("cpu"), timeout=120)
+                found = saved_activations(Trainer(run, mesh), proof_data(run), 0)
+                measured = torch.zeros(4, dtype=torch.int64)
+                measured[rank] = sum(one.bytes for one in found)
+                dist.all_reduce(measured)
+                if rank == 0:
+                    foretold = [total(kept_at_once(run, run.layout, place)) for place in range(4)]
+                    rows = ", ".join(f"{a / 1e3:.0f} ({a / b:.3f})" for a, b in zip(measured, foretold, strict=True))
+                    print(
+                        f"{schedule}, recompute={recompute}, m={micros}: kB by stage (of predicted): {rows}", flush=True
+                    )
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--only", nargs="*", default=[], choices=list(CASES))
+    parser.add_argument("--memory", action="store_true", help="count what autograd keeps, and race nobody")
     options = parser.parse_args()
+    if options.memory:
+        race.start_ranks(4, kept)
+        raise SystemExit
     race.start_ranks(options.ranks, contest, options.ranks, options.rounds, options.only)

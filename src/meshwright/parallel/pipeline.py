@@ -108,7 +108,7 @@ class Pipeline:
             if source != target and self.place in (source, target):
                 self._activations[stage] = ways[source, target, "activations"]
                 self._gradients[stage + 1] = ways[target, source, "gradients"]
-        self._flights: dict[tuple[int, int | None], _Flight] = {}
+        self._flights: dict[tuple[int, int | None], _Flight] = {}  # by stage and micro-batch
         self._outbox = Outbox(watched=mesh.device.type == "cpu" and not mesh.checked)
 
     def run(self, passes: Passes) -> None:
@@ -135,6 +135,9 @@ class Pipeline:
             return  # sums begin within the last backward, and the optimizer is the caller's
         assert action.micro is not None
         kind, stage, micro = action
+        if kind == "send_gradients":
+            self._hand_back(stage, micro)
+            return
         shape = passes.shape(micro)
         if kind == "backward":
             passes.before_backward(stage, micro, micro == self._last_backward[stage])
@@ -154,15 +157,11 @@ class Pipeline:
             assert flight.output is not None
             output, flight.output = flight.output, None
             self._send(self._activations[stage], output, "activations", micro)
-        elif kind == "recv_gradients":
+        else:
+            assert kind == "recv_gradients", action
             flight = self._flight(stage, micro)
             flight.gradient = self._room(shape)
             flight.back = self._receive(self._gradients[stage + 1], flight.gradient, "gradients", micro)
-        else:
-            assert kind == "send_gradients", action
-            flight = self._flights.pop((stage, micro))
-            assert flight.sent_back is not None
-            self._send(self._gradients[stage], flight.sent_back, "gradients", micro)
 
     def _forward(self, stage: int, micro: int, passes: Passes) -> None:
         flight = self._flight(stage, micro)
@@ -180,6 +179,13 @@ class Pipeline:
         if stage not in self._activations:  # the next stage is on this rank
             self._flight(stage + 1, micro).hidden = flight.output
             flight.output = None
+
+    def _hand_back(self, stage: int, micro: int) -> None:
+        """Send the gradient of a stage's input, where the micro-batch has gone through it."""
+        flight = self._flights.pop((stage, micro), None)
+        if flight is not None:
+            assert flight.sent_back is not None
+            self._send(self._gradients[stage], flight.sent_back, "gradients", micro)
 
     def _backward(self, stage: int, micro: int) -> None:
         flight = self._flights[stage, micro]

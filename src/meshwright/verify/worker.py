@@ -42,7 +42,7 @@ def collect(run: RunSpec, mesh: Mesh, data: UnequalData | Dataset, steps: int) -
     trainer.sharded.settle()
     evidence.states, evidence.undeclared = held(declared(trainer), mesh.device, evidence.tensors.values())
     with mesh.ledger.aside():
-        evidence.activations = _saved_activations(trainer, data, steps)
+        evidence.activations = saved_activations(trainer, data, steps)
     return evidence
 
 
@@ -64,7 +64,7 @@ def _keep_parameters(trainer: Trainer, evidence: Evidence, step: int) -> None:
             evidence.keep("parameter", step, placement.name, parameter)
 
 
-def _saved_activations(trainer: Trainer, data: UnequalData | Dataset, step: int) -> list[Kept]:
+def saved_activations(trainer: Trainer, data: UnequalData | Dataset, step: int) -> list[Kept]:
     """What this rank keeps for backward when it keeps most in `step`; nothing where it has no sequence, unless it takes
     part in a pipeline."""
     passes = TrainingPasses(trainer, data, step, lambda: 0.0)
