@@ -276,7 +276,7 @@ def kept(rank: int) -> None:
         for recompute in ("none", "full"):
             for micros in (4, 16):
                 run = RunSpec(
-                    model=ModelSpec(family="llama", vocab=256, hidden=64, layers=8, heads=4, kv_heads=2, ffn=176),
+                    model=Case(64, 2, 1, 64, micros).model(4),
                     data=Data(seq_len=64), batch=Batch(sequences=micros, micro=1),
                     layout=Layout(pp=4, dp=1, pp_schedule=schedule, pp_split="layers", recompute=recompute),
                 )  # fmt: skip
