@@ -11,12 +11,15 @@ from queue import SimpleQueue
 
 from meshwright.comm.pending import Pending
 
+LARGE = 1 << 18
+"""Bytes from which on a message is watched: to wake a thread for a smaller one takes longer than to send it."""
+
 
 class Outbox:
     """Takes sends under way, in the order of their issue; `drain` at the end of a step.
 
-    watched: by a thread. Not so with an accelerator, whose streams would be made to wait, nor where sends are compared
-    (comm/check.py), which is for the rank's own thread to do: then tensors stay until `drain`.
+    watched: large ones, by a thread. Not so with an accelerator, whose streams would be made to wait, nor where sends
+    are compared (comm/check.py), which is for the rank's own thread to do: then tensors stay until `drain`.
     """
 
     def __init__(self, *, watched: bool) -> None:
@@ -24,10 +27,10 @@ class Outbox:
         self._posted: list[Pending] = []
         self._watch: _Watch | None = None
 
-    def post(self, pending: Pending) -> None:
-        """Take a send; nobody else may wait for it."""
+    def post(self, pending: Pending, size: int) -> None:
+        """Take a send of `size` bytes; nobody else may wait for it."""
         self._posted.append(pending)
-        if self._watched:
+        if self._watched and size >= LARGE:
             if self._watch is None:
                 self._watch = _Watch()
                 # Of the thread's own, so that it does not keep this alive.

@@ -225,7 +225,8 @@ class Pipeline:
 
     def _send(self, way: Group, tensor: Tensor, what: str, micro: int) -> None:
         reason, phase = f"pp.{what}", _PHASES[what]
-        self._outbox.post(way.send(tensor, 1 - way.rank, reason=reason, phase=phase, micro=micro, async_=True))
+        sent = way.send(tensor, 1 - way.rank, reason=reason, phase=phase, micro=micro, async_=True)
+        self._outbox.post(sent, tensor.numel() * tensor.element_size())
 
     def _receive(self, way: Group, tensor: Tensor, what: str, micro: int) -> Pending:
         return way.recv(tensor, 1 - way.rank, reason=f"pp.{what}", phase=_PHASES[what], micro=micro, async_=True)
