@@ -83,8 +83,8 @@ class InPlaceError(OSError):
 
 def put_in_place(prepared: Path, folder: Path, step: int, *unflushed: Path) -> None:
     """Make the folder `prepared` the checkpoint of `step`, and then let "latest" name it, for whoever looks at the
-    folder from outside. Its files are flushed, but for `unflushed`. Raises OSError, InPlaceError where only the latter
-    failed."""
+    folder from outside. Its files are flushed, but for `unflushed`; on return all is. Raises OSError, InPlaceError
+    where only the latter failed: then nothing may be pruned."""
     target, before = place(folder, step), former(folder, step)
     pointer = aside(folder / LATEST)
     try:
@@ -103,6 +103,8 @@ def put_in_place(prepared: Path, folder: Path, step: int, *unflushed: Path) -> N
         flush(folder)
         what = f"{folder / LATEST} does not name it"
         os.rename(pointer, folder / LATEST)
+        what = f"{folder} could not be flushed, so that after a loss of power {LATEST} may name the one before"
+        flush(folder)  # the one before may be removed next
     except OSError as error:
         _unlink(pointer)
         raise InPlaceError(f"{target} is in place, but {what}: {error.strerror or error}") from error

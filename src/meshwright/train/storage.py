@@ -6,9 +6,9 @@
 
 torch's protocol deals out who writes what; `Writer` does it, and `Reader` reads what was written. Every rank writes one
 file of its own into a folder aside and flushes it. When all have, the coordinator writes the manifest, puts the folder
-in place by one rename, moves the pointer, and only then removes what is too old. Nothing is pickled. torch's own
-safetensors writer is not used, because it keys tensors by name and keeps one of several boxes that a rank has of a
-tensor.
+in place by one rename, moves the pointer, and removes what is too old only when the disk has both. Nothing is pickled.
+torch's own safetensors writer is not used, because it keys tensors by name and keeps one of several boxes that a rank
+has of a tensor.
 
 The reader gives any program that uses torch.distributed.checkpoint any part of any tensor:
 
