@@ -211,7 +211,8 @@ class Reader(StorageReader):
     def read(self, parts: Iterable[Part]) -> None:
         """Fill `parts` out of whatever boxes they were written in: what `read_data` does, without torch's plans.
 
-        Raises RunError, also for a tensor that is not there; then some parts may have been filled.
+        Raises RunError, also for a tensor that is not there or of another shape; then none has been filled, but for
+        damage, which is found while they are.
         """
         self._read([wanted for part in parts for wanted in self._wanted(part)])
 
@@ -232,7 +233,10 @@ class Reader(StorageReader):
         entry = self.manifest.tensors.get(part.name)
         if entry is None:
             raise RunError(f"the checkpoint lacks {part.name}")
+        if entry.shape != part.shape:
+            raise RunError(f"the checkpoint's {part.name} is {entry.shape}, needed {part.shape}")
         box, target = part.box, part.tensor.detach()
+        assert target.shape == box.sizes, (part.name, target.shape, box)
         # In the layout that saved, what is held is what was stored.
         same = next((stored for stored in entry.boxes if stored.box == box), None)
         if same is not None:
