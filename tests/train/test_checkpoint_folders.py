@@ -142,6 +142,22 @@ def test_a_former_one_is_set_aside_like_any_other(tmp_path):
     assert names(tmp_path) == ["superseded-step-00000010"]
 
 
+def test_of_a_link_only_the_link_is_removed(tmp_path):
+    """Somebody has moved checkpoints to a larger disk, and a killed saver had begun to remove one."""
+    folder, other = tmp_path / "checkpoints", tmp_path / "other disk"
+    other.mkdir()
+    for step in (10, 20):
+        os.rename(save(folder, step), other / str(step))
+        os.symlink(other / str(step), folders.place(folder, step))
+    assert set(content(folder, 10)) == set(TENSORS)
+    save(folder, 10, keep=5)
+    assert not folders.place(folder, 10).is_symlink()
+    os.symlink(other, folder / f".saving-{os.getpid()}-old-step-00000005")
+    save(folder, 30, keep=1)
+    assert names(folder) == ["step-00000030"]
+    assert all(sorted(os.listdir(other / step)) == ["manifest.json", "rank-00000.safetensors"] for step in ("10", "20"))
+
+
 def test_only_what_the_dead_left_is_cleared(tmp_path):
     """Two runs that share a folder by mistake do not take each other's files away."""
     child = os.fork()

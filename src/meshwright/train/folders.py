@@ -161,7 +161,15 @@ def remove(where: Path) -> None:
     with contextlib.suppress(OSError):
         shutil.rmtree(away, ignore_errors=True)
         os.rename(where, away)
-        shutil.rmtree(away)
+        _delete(away)
+
+
+def _delete(entry: Path) -> None:
+    """Of a link, which somebody has put in a checkpoint's place, not what it leads to. Raises OSError."""
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry)
+    else:
+        entry.unlink(missing_ok=True)
 
 
 def clear_leftovers(folder: Path) -> None:
@@ -170,10 +178,8 @@ def clear_leftovers(folder: Path) -> None:
     Raises OSError."""
     for entry in folder.iterdir():
         if (match := _ASIDE.fullmatch(entry.name)) and not lives(int(match[1])):
-            if entry.is_dir():
-                shutil.rmtree(entry, ignore_errors=True)
-            else:
-                entry.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                _delete(entry)
     for step in steps(folder):
         here, before = place(folder, step), former(folder, step)
         if before.exists():
