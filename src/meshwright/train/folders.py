@@ -139,19 +139,25 @@ def prune(folder: Path, step: int, keep: int, keep_every: int) -> None:
 def set_aside(folder: Path, after: int) -> list[int]:
     """Rename checkpoints of steps beyond `after`, so that a run that goes another way from there does not find them.
 
-    Returns their steps. They keep their content, as "superseded-step-…".
+    Returns their steps. They keep their content, as "superseded-step-…". Raises UserError where they cannot be renamed.
     """
     beyond = [step for step in steps(folder) if step > after]
-    if beyond:
-        clear_leftovers(folder)
-    for step in beyond:
-        here = place(folder, step)
-        away = here.with_name(f"superseded-{here.name}")
-        number = 1
-        while away.exists():
-            number += 1
-            away = here.with_name(f"superseded-{here.name}-{number}")
-        os.rename(here, away)
+    try:
+        if beyond:
+            clear_leftovers(folder)
+        for step in beyond:
+            here = place(folder, step)
+            away = here.with_name(f"superseded-{here.name}")
+            number = 1
+            while away.exists():
+                number += 1
+                away = here.with_name(f"superseded-{here.name}-{number}")
+            os.rename(here, away)
+    except OSError as error:
+        raise UserError(
+            f"out: what this run does not go on from cannot be set aside in {folder} ({error.strerror}); let it be "
+            "written, or name another folder"
+        ) from error
     return beyond
 
 
