@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import time
 
 import pytest
 import torch
 from tests.train.saving import TENSORS, content, names, save, saver
 
+from meshwright.spec.errors import UserError
 from meshwright.train import checkpoint, folders, tensorfile
 from meshwright.train.checkpoint import Newest
 
@@ -140,6 +142,34 @@ def test_a_former_one_is_set_aside_like_any_other(tmp_path):
     assert checkpoint.newest(tmp_path).step == 10
     assert folders.set_aside(tmp_path, after=0) == [10]
     assert names(tmp_path) == ["superseded-step-00000010"]
+
+
+def test_of_a_link_only_the_link_is_removed(tmp_path):
+    """Somebody has moved checkpoints to a larger disk, and a killed saver had begun to remove one."""
+    folder, other = tmp_path / "checkpoints", tmp_path / "other disk"
+    other.mkdir()
+    for step in (10, 20):
+        os.rename(save(folder, step), other / str(step))
+        os.symlink(other / str(step), folders.place(folder, step))
+    assert set(content(folder, 10)) == set(TENSORS)
+    save(folder, 10, keep=5)
+    assert not folders.place(folder, 10).is_symlink()
+    os.symlink(other, folder / f".saving-{os.getpid()}-old-step-00000005")
+    save(folder, 30, keep=1)
+    assert names(folder) == ["step-00000030"]
+    assert all(sorted(os.listdir(other / step)) == ["manifest.json", "rank-00000.safetensors"] for step in ("10", "20"))
+
+
+def test_what_cannot_be_set_aside_is_a_mistake_in_words(tmp_path, monkeypatch):
+    save(tmp_path, 10)
+
+    def refused(*_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "rename", refused)
+    with pytest.raises(UserError, match=re.escape(f"set aside in {tmp_path} (Read-only file system); let it be")):
+        folders.set_aside(tmp_path, after=5)
+    assert names(tmp_path) == ["step-00000010"]
 
 
 def test_only_what_the_dead_left_is_cleared(tmp_path):

@@ -7,17 +7,21 @@ import os
 import shutil
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
 from tests.train.saving import TENSORS, content, names, save, saver
 
-from meshwright.train import checkpoint, folders, manifestfile, tensorfile
+from meshwright.train import checkpoint, folders, tensorfile
 from meshwright.train.checkpoint import Newest
 
 
-def test_everything_is_on_the_disk_before_a_checkpoint_is_in_place(tmp_path, monkeypatch):
-    """Files whole, then the folder that lists them, then the rename, then the folder that it changed; the pointer."""
+@pytest.mark.parametrize("step", [20, 10], ids=["another step", "the same step"])
+def test_each_thing_is_on_the_disk_before_the_next_relies_on_it(tmp_path, monkeypatch, step):
+    """Files whole, then the folder that lists them, then its rename; what that changed, then the pointer; what that
+    changed, and only then the removal of what the pointer named before."""
+    save(tmp_path, 10, keep=1)
     done = []
     fsync, rename = os.fsync, os.rename
 
@@ -33,8 +37,13 @@ def test_everything_is_on_the_disk_before_a_checkpoint_is_in_place(tmp_path, mon
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", recorded)
-    monkeypatch.setattr(os, "rename", lambda here, there: (done.append(("rename", None)), rename(here, there)))
-    target = save(tmp_path, 10)
+
+    def renamed(here, there):
+        done.append((f"{here.name} → {there.name}".replace(str(os.getpid()), "PID"), None))
+        rename(here, there)
+
+    monkeypatch.setattr(os, "rename", renamed)
+    target = save(tmp_path, step, keep=1)
     assert done[0] == ("rank-00000.safetensors", (target / "rank-00000.safetensors").stat().st_size)
     together = {
         ("manifest.json", (target / "manifest.json").stat().st_size),
@@ -42,10 +51,14 @@ def test_everything_is_on_the_disk_before_a_checkpoint_is_in_place(tmp_path, mon
         ("aside", None),
     }
     assert set(done[1:4]) == together
-    assert done[4:] == [
-        ("rename", None),
-        ("checkpoints", None),
-        ("rename", None),
+    old = "former-step-00000010" if step == 10 else "step-00000010"
+    assert [what for what, _ in done[4:]] == [
+        *(["step-00000010 → former-step-00000010"] if step == 10 else []),
+        f".saving-PID-{target.name} → {target.name}",
+        "checkpoints",
+        ".saving-PID-latest → latest",
+        "checkpoints",
+        f"{old} → .saving-PID-old-{old}",
     ]
 
 
@@ -119,8 +132,8 @@ FULL = [
     "os.fsync",
     "os.fdatasync",
     "os.rename",
-    "manifestfile.write",
     "os.mkdir",
+    "Path.write_text",
 ]
 
 
@@ -128,7 +141,7 @@ FULL = [
 def test_a_full_disk_keeps_the_old_one_and_leaves_nothing(tmp_path, monkeypatch, call):
     """Each call in turn, and each time it is made."""
     monkeypatch.setattr(tensorfile, "_FLUSH_EVERY", 8)
-    target = {"tensorfile": tensorfile, "os": os, "manifestfile": manifestfile}[call.partition(".")[0]]
+    target = {"tensorfile": tensorfile, "os": os, "Path": Path}[call.partition(".")[0]]
     name = call.partition(".")[2]
     plain = getattr(target, name)
     failed = 0
@@ -159,7 +172,8 @@ def test_a_full_disk_keeps_the_old_one_and_leaves_nothing(tmp_path, monkeypatch,
         assert set(names(tmp_path)) <= {"step-00000010", "step-00000020"}
         save(tmp_path, 30)
         assert folders.steps(tmp_path)[-1] == 30
-    assert failed == {"tensorfile._put": 3, "os.fsync": 4, "os.fdatasync": 2}.get(call, 1)
+    # Both the manifest and the pointer are text.
+    assert failed == {"tensorfile._put": 3, "os.fsync": 4, "os.fdatasync": 2, "Path.write_text": 2}.get(call, 1)
 
 
 @pytest.mark.parametrize(
@@ -167,9 +181,15 @@ def test_a_full_disk_keeps_the_old_one_and_leaves_nothing(tmp_path, monkeypatch,
     [
         ("os.fsync", 5, "{folder} could not be flushed, so that a loss of power may undo it: Input/output error"),
         ("os.rename", 2, "{folder}/latest does not name it: Input/output error"),
+        (
+            "os.fsync",
+            6,
+            "{folder} could not be flushed, so that after a loss of power latest may name the one before: "
+            "Input/output error",
+        ),
         ("os.rename", 3, "{folder}/step-00000010 could not be removed"),
     ],
-    ids=["flush", "pointer", "prune"],
+    ids=["flush", "pointer", "pointer's flush", "prune"],
 )
 def test_what_fails_after_a_checkpoint_is_in_place_is_told_as_that(tmp_path, monkeypatch, call, nth, said):
     save(tmp_path, 10)
@@ -190,6 +210,7 @@ def test_what_fails_after_a_checkpoint_is_in_place_is_told_as_that(tmp_path, mon
         f"{tmp_path}/step-00000020 is in place, but {said.format(folder=tmp_path)}",
     )
     assert checkpoint.newest(tmp_path) == Newest(20, ()) and set(content(tmp_path, 20)) == set(TENSORS)
+    assert folders.steps(tmp_path) == [10, 20], "nothing is removed that the pointer may name"
     assert not list(tmp_path.glob(".saving-*"))
     save(tmp_path, 30, keep=1)
     assert names(tmp_path) == ["step-00000030"]

@@ -83,8 +83,8 @@ class InPlaceError(OSError):
 
 def put_in_place(prepared: Path, folder: Path, step: int, *unflushed: Path) -> None:
     """Make the folder `prepared` the checkpoint of `step`, and then let "latest" name it, for whoever looks at the
-    folder from outside. Its files are flushed, but for `unflushed`. Raises OSError, InPlaceError where only the latter
-    failed."""
+    folder from outside. Its files are flushed, but for `unflushed`; on return all is. Raises OSError, InPlaceError
+    where only the latter failed: then nothing may be pruned."""
     target, before = place(folder, step), former(folder, step)
     pointer = aside(folder / LATEST)
     try:
@@ -103,6 +103,8 @@ def put_in_place(prepared: Path, folder: Path, step: int, *unflushed: Path) -> N
         flush(folder)
         what = f"{folder / LATEST} does not name it"
         os.rename(pointer, folder / LATEST)
+        what = f"{folder} could not be flushed, so that after a loss of power {LATEST} may name the one before"
+        flush(folder)  # the one before may be removed next
     except OSError as error:
         _unlink(pointer)
         raise InPlaceError(f"{target} is in place, but {what}: {error.strerror or error}") from error
@@ -137,19 +139,25 @@ def prune(folder: Path, step: int, keep: int, keep_every: int) -> None:
 def set_aside(folder: Path, after: int) -> list[int]:
     """Rename checkpoints of steps beyond `after`, so that a run that goes another way from there does not find them.
 
-    Returns their steps. They keep their content, as "superseded-step-…".
+    Returns their steps. They keep their content, as "superseded-step-…". Raises UserError where they cannot be renamed.
     """
     beyond = [step for step in steps(folder) if step > after]
-    if beyond:
-        clear_leftovers(folder)
-    for step in beyond:
-        here = place(folder, step)
-        away = here.with_name(f"superseded-{here.name}")
-        number = 1
-        while away.exists():
-            number += 1
-            away = here.with_name(f"superseded-{here.name}-{number}")
-        os.rename(here, away)
+    try:
+        if beyond:
+            clear_leftovers(folder)
+        for step in beyond:
+            here = place(folder, step)
+            away = here.with_name(f"superseded-{here.name}")
+            number = 1
+            while away.exists():
+                number += 1
+                away = here.with_name(f"superseded-{here.name}-{number}")
+            os.rename(here, away)
+    except OSError as error:
+        raise UserError(
+            f"out: what this run does not go on from cannot be set aside in {folder} ({error.strerror}); let it be "
+            "written, or name another folder"
+        ) from error
     return beyond
 
 
@@ -159,7 +167,15 @@ def remove(where: Path) -> None:
     with contextlib.suppress(OSError):
         shutil.rmtree(away, ignore_errors=True)
         os.rename(where, away)
-        shutil.rmtree(away)
+        _delete(away)
+
+
+def _delete(entry: Path) -> None:
+    """Of a link, which somebody has put in a checkpoint's place, not what it leads to. Raises OSError."""
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry)
+    else:
+        entry.unlink(missing_ok=True)
 
 
 def clear_leftovers(folder: Path) -> None:
@@ -168,10 +184,8 @@ def clear_leftovers(folder: Path) -> None:
     Raises OSError."""
     for entry in folder.iterdir():
         if (match := _ASIDE.fullmatch(entry.name)) and not lives(int(match[1])):
-            if entry.is_dir():
-                shutil.rmtree(entry, ignore_errors=True)
-            else:
-                entry.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                _delete(entry)
     for step in steps(folder):
         here, before = place(folder, step), former(folder, step)
         if before.exists():

@@ -6,10 +6,13 @@ Imports no torch, so that what is in a checkpoint can be told at once.
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel, NonNegativeInt, PositiveInt, ValidationError
 
 from meshwright.spec.errors import RunError
 from meshwright.train import folders
@@ -22,8 +25,31 @@ ITEMSIZES |= {"U64": 8, "U32": 4, "U16": 2, "U8": 1}
 """Bytes of an element, by safetensors' name of the dtype."""
 
 
+class _Box(BaseModel, strict=True):
+    offsets: list[int]
+    sizes: list[int]
+    file: str
+    key: str
+    start: NonNegativeInt
+    sums: list[int]
+
+
+class _Tensor(BaseModel, strict=True):
+    dtype: Literal[tuple(ITEMSIZES)]  # type: ignore[valid-type]
+    shape: list[NonNegativeInt]
+    boxes: list[_Box]
+
+
+class _Whole(BaseModel, strict=True):
+    meta: dict[str, Any]
+    block: PositiveInt
+    files: dict[str, NonNegativeInt]
+    tensors: dict[str, _Tensor]
+
+
 def read(folder: Path) -> dict[str, Any]:
-    """The manifest of the checkpoint in `folder`. Raises RunError naming the file where it is missing or damaged."""
+    """The manifest of the checkpoint in `folder`. Raises RunError naming the file where it is missing or damaged, or
+    some other program wrote it otherwise than manifest.py says."""
     path = folder / NAME
     try:
         plain = json.loads(path.read_text(encoding="utf-8"))
@@ -39,9 +65,28 @@ def read(folder: Path) -> dict[str, Any]:
         raise RunError(f"{path} is damaged: it is not what was written")
     if plain.pop("crc32") != checksum(plain):
         raise RunError(f"{path} is damaged: its checksum is not what was written")
-    if plain["version"] != VERSION:
-        raise RunError(f"{path} is of version {plain['version']} of the format; this release reads {VERSION}")
+    if plain.get("version") != VERSION:
+        raise RunError(f"{path} is of version {plain.get('version')} of the format; this release reads {VERSION}")
+    if (wrong := _misfit(plain)) is not None:
+        raise RunError(f"{path} is damaged: {wrong}")
     return plain
+
+
+def _misfit(plain: Mapping[str, Any]) -> str | None:
+    """What is not of the form that it should be, or does not fit together, in words."""
+    try:
+        whole = _Whole.model_validate(plain)
+    except ValidationError as error:
+        first = error.errors()[0]
+        return f"{' '.join(map(str, first['loc']))}: {first['msg'][0].lower()}{first['msg'][1:]}"
+    for name, tensor in whole.tensors.items():
+        for box in tensor.boxes:
+            nbytes = math.prod(box.sizes) * ITEMSIZES[tensor.dtype]
+            if len(box.sums) != -(-nbytes // whole.block):
+                return f"{name} has {len(box.sums)} checksums for {nbytes} bytes"
+            if box.start + nbytes > whole.files.get(box.file, box.start + nbytes):
+                return f"{name} has a box that lies outside of {box.file}"
+    return None
 
 
 def write(path: Path, plain: Mapping[str, Any]) -> None:

@@ -6,9 +6,9 @@
 
 torch's protocol deals out who writes what; `Writer` does it, and `Reader` reads what was written. Every rank writes one
 file of its own into a folder aside and flushes it. When all have, the coordinator writes the manifest, puts the folder
-in place by one rename, moves the pointer, and only then removes what is too old. Nothing is pickled. torch's own
-safetensors writer is not used, because it keys tensors by name and keeps one of several boxes that a rank has of a
-tensor.
+in place by one rename, moves the pointer, and removes what is too old only when the disk has both. Nothing is pickled.
+torch's own safetensors writer is not used, because it keys tensors by name and keeps one of several boxes that a rank
+has of a tensor.
 
 The reader gives any program that uses torch.distributed.checkpoint any part of any tensor:
 
@@ -211,7 +211,8 @@ class Reader(StorageReader):
     def read(self, parts: Iterable[Part]) -> None:
         """Fill `parts` out of whatever boxes they were written in: what `read_data` does, without torch's plans.
 
-        Raises RunError, also for a tensor that is not there; then some parts may have been filled.
+        Raises RunError, also for a tensor that is not there or of another shape; then none has been filled, but for
+        damage, which is found while they are.
         """
         self._read([wanted for part in parts for wanted in self._wanted(part)])
 
@@ -232,7 +233,10 @@ class Reader(StorageReader):
         entry = self.manifest.tensors.get(part.name)
         if entry is None:
             raise RunError(f"the checkpoint lacks {part.name}")
+        if entry.shape != part.shape:
+            raise RunError(f"the checkpoint's {part.name} is {entry.shape}, needed {part.shape}")
         box, target = part.box, part.tensor.detach()
+        assert target.shape == box.sizes, (part.name, target.shape, box)
         # In the layout that saved, what is held is what was stored.
         same = next((stored for stored in entry.boxes if stored.box == box), None)
         if same is not None:
