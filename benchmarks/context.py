@@ -26,7 +26,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.parallel import context
 from meshwright.predict.context import Attention, flops, in_passing, kept, needed_flops, traffic
 from meshwright.spec.layout import AXES
-from meshwright.spec.sequence import Method, Order, spans
+from meshwright.spec.sequence import Method, Order, positions
 from meshwright.verify.peak import SCRATCH, Watch
 
 WIDTH = 64
@@ -62,8 +62,7 @@ class Step:
     """Forward and backward of a case on this rank's part."""
 
     def __init__(self, case: Case, mesh: Mesh) -> None:
-        parts = spans(case.length, mesh.sizes["cp"], mesh.coords["cp"], case.order)
-        mine = [position for part in parts for position in part]
+        mine = positions(case.length, mesh.sizes["cp"], mesh.coords["cp"], case.order)
         *inputs, self.grad = (each[:, mine].contiguous() for each in case.inputs())
         self.inputs = [each.requires_grad_() for each in inputs]
         self.case, self.mesh, self.mine = case, mesh, mine

@@ -290,10 +290,10 @@ def test_large_parts_are_gathered_as_small_ones_are(ranks, world):
 
 
 def awaited_sums(mesh):
-    """Sums whose parts each rank adds up by itself, of odd sizes and at the limit, beside one that Gloo adds up."""
+    """Sums whose parts each rank adds up by itself, of odd sizes and at the limit, beside ones that Gloo adds up."""
     group = mesh.group("dp")
     found = []
-    for size in (1, 7, SMALL_SUM // 4, SMALL_SUM // 4 + 1):
+    for size in (1, 7, SMALL_SUM // 4, SMALL_SUM // 4 + 1, 0):
         mine = torch.randn(size, generator=torch.Generator().manual_seed(mesh.rank))
         t, least = mine.clone(), mine.clone()
         group.all_reduce(t, reason="test", phase="step", async_=True, awaited=True).wait()

@@ -14,7 +14,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.parallel.context import attend, attention, gathered_attention, ring_attention, rsa_attention
 from meshwright.parallel.sight import Context
 from meshwright.spec.errors import UserError
-from parallel.sequences import Case, assert_whole, influence, mine
+from parallel.sequences import Case, assert_as_right_as_torch, assert_whole, influence, mine
 
 ORDERS = ("contiguous", "zigzag", "striped")
 
@@ -63,10 +63,37 @@ def test_documents_that_are_cut_each_by_itself(ranks, method, inner):
 
 
 @pytest.mark.parametrize("method", ["gather", "rsa", "ring"])
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
-def test_narrow_numbers(ranks, method, dtype, bound):
-    """Partial outputs of 16 bits, a few hundred keys: about four roundings of 2⁻⁹ (bfloat16) or 2⁻¹² (float16)."""
-    assert_whole(ranks, 4, [Case(method, order, length=256, dtype=dtype) for order in ORDERS], bound)
+def test_narrow_numbers_are_as_right_as_torchs_own(ranks, method):
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    assert_as_right_as_torch(
+        ranks, 4, [Case(method, order, length=256, dtype=dtype) for order in ORDERS for dtype in dtypes]
+    )
+
+
+def cancelling(mesh: Mesh, methods: list[str], dtype: torch.dtype) -> list[tuple[float, float]]:
+    """The first number of out and of dq where the parts are 256, 1, 1 and −256 times as large, for each method.
+
+    Without scores all weights are alike. Values of +1 and −1 in turn give a key's score a gradient of its sign, and
+    keys that have the same sign then add up.
+    """
+    size = torch.tensor([256.0, 1.0, 1.0, -256.0])[mesh.rank].to(dtype)
+    sign = torch.tensor([1.0, -1.0] * 4, dtype=dtype)[None, :, None, None].expand(1, 8, 1, 8)
+    found = []
+    for method in methods:
+        q = torch.zeros(1, 8, 1, 8, dtype=dtype, requires_grad=True)
+        how = {"method": method, "order": "contiguous", "causal": False}
+        out = attention(q.detach(), q.detach(), size.expand(1, 8, 1, 8), mesh, **how)
+        attention(q, sign * size, sign, mesh, **how).sum().backward()
+        found.append((out[0, 0, 0, 0].item(), q.grad[0, 0, 0, 0].item()))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_over_ranks_are_not_in_16_bits(ranks, dtype):
+    """256 + 1 is 256 there."""
+    for found in ranks.run(4, cancelling, ["gather", "rsa", "ring"], dtype, axes={"cp": 4}):
+        for out, dq in found:
+            assert out == pytest.approx(2 / 4, rel=0.02) and dq == pytest.approx(2 * 8**0.5 / 4, rel=0.02)
 
 
 @pytest.mark.parametrize("method", ["gather", "rsa", "ring"])

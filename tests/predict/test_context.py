@@ -13,6 +13,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.parallel.context import attention
 from meshwright.predict.context import (
     Attention,
+    borrowed,
     flops,
     kept,
     messages,
@@ -98,6 +99,34 @@ def test_what_is_recorded_is_what_was_predicted(ranks):
             assert rows_of(rows) == rows_of(traffic(it, 1, 3)), case
             assert bytes_kept == sorted(row.bytes for row in kept(it)), case
             assert counted == flops(it, rank), case
+
+
+BORROWING = [
+    *(Case("ring", "contiguous", window=window) for window in (None, 1, 7, 8, 14)),
+    Case("ring", window=2), Case("rsa", window=2), Case("gather"), Case("ulysses"), Case("usp", inner=2),
+]  # fmt: skip
+"""None, and windows that reach no other rank's part, the next one's and the one behind it; in zigzag every one's."""
+
+
+def lent(mesh: Mesh, cases: list[Case]) -> list[int]:
+    """Bytes of the buffers that the axis keeps afterwards, which are those that were out at once."""
+    found = []
+    for case in cases:
+        fresh = Mesh(mesh.sizes, tuple(mesh.sizes), mesh.rank, mesh.device, timeout=20)
+        *inputs, grad = (mine(each, mesh, case.order) for each in case.inputs())
+        attention(*(each.requires_grad_() for each in inputs), fresh, **case.options).backward(grad)
+        found.append(fresh.group("cp").scratch.bytes)
+        fresh.close()
+    return found
+
+
+def test_buffers_are_as_many_as_predicted(ranks):
+    """None where a window ends the ring at the rank itself."""
+    predictions = [predicted(case) for case in BORROWING]
+    expected = [sum(borrowed(it)) if it.ring > 1 else 0 for it in predictions]
+    assert [e // it.kv for e, it in zip(expected[:6], predictions, strict=False)] == [5, 0, 3, 5, 5, 5]
+    for found in ranks.run(4, lent, BORROWING, axes={"cp": 4}):
+        assert found == expected
 
 
 SIZES = {"batch": 2, "length": 64, "heads": 8, "kv_heads": 2, "width": 16, "size": 2}

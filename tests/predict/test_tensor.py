@@ -10,8 +10,7 @@ import pytest
 from meshwright.predict.params import count, tensors, units
 from meshwright.predict.states import checkpoint_copy, partial_sums, states
 from meshwright.predict.tensor import reissued, tokens_computed
-from meshwright.predict.traffic import MOST_MICROS, total_wire, traffic
-from meshwright.spec.errors import UserError
+from meshwright.predict.traffic import total_wire, traffic
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import LOSS_ROWS, Batch, Data, RunSpec
@@ -287,9 +286,3 @@ def test_data_ranks_exchange_parts_only() -> None:
 
     parts = sum(t.local_numel for t in tensors(LLAMA, Layout(tp=4)))
     assert reduced(Layout(dp=2, tp=4)) == 4 * parts < reduced(Layout(dp=2)) / 2
-
-
-def test_too_many_micro_batches_for_rows_are_refused() -> None:
-    run = run_of(batch=Batch(sequences=MOST_MICROS + 1, micro=1))
-    with pytest.raises(UserError, match="each with messages of its own at tp=2"):
-        traffic(run, Layout(dp=1, tp=2))

@@ -1,9 +1,12 @@
 """Traffic of a step, row by row."""
 
+from typing import Any
+
 import pytest
 
 from meshwright.predict.params import count
-from meshwright.predict.traffic import total_wire, traffic
+from meshwright.predict.traffic import MOST_MICROS, total_wire, traffic
+from meshwright.spec.errors import UserError
 from meshwright.spec.layout import Layout
 from meshwright.spec.presets import PRESETS
 from meshwright.spec.run import Batch, RunSpec
@@ -32,6 +35,16 @@ def test_accumulation_reduces_once_a_step() -> None:
     layout = Layout(dp=2)
     few, many = (RunSpec(batch=Batch(sequences=32, micro=micro)) for micro in (16, 1))
     assert traffic(few, layout) == traffic(many, layout)
+
+
+@pytest.mark.parametrize("fields", [{"tp": 2}, {"cp": 2}, {"dp": 2, "zero": 2}], ids=str)
+def test_too_many_micro_batches_for_rows_of_their_own_are_refused(fields: dict[str, Any]) -> None:
+    layout = Layout(**{"dp": 1, **fields})
+    run = RunSpec(batch=Batch(sequences=layout.data_ranks * MOST_MICROS + 1, micro=1))
+    name, value = list(fields.items())[-1]
+    words = f"10,001 micro-batches a step, each with messages of its own at {name}={value}; at most 10,000"
+    with pytest.raises(UserError, match=words):
+        traffic(run, layout)
 
 
 def test_ring_all_reduce_sends_its_published_bytes() -> None:

@@ -11,7 +11,7 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.layout import Layout
 from meshwright.spec.load import load_run
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.sequence import spans
+from meshwright.spec.sequence import positions
 
 LLAMA = ModelSpec(family="llama", vocab=37, hidden=48, layers=2, heads=12, kv_heads=6, ffn=48, max_seq=64)
 GPT2 = ModelSpec(family="gpt2", vocab=37, hidden=48, layers=2, heads=12, max_seq=31)
@@ -48,8 +48,27 @@ def test_refused_before_a_process_starts(overrides: list[str], words: str) -> No
 
 
 def test_learned_positions_are_not_exceeded_by_what_is_offered() -> None:
-    with pytest.raises(ValueError, match=r"data\.seq_len=24 or fewer context ranks"):
-        check(GPT2, Layout(dp=1, cp=4), 29)
+    """Of 31, and exactly as many as are asked for; none where the model has fewer. Others have no such end."""
+    exactly, few = (GPT2.model_copy(update={"max_seq": most}) for most in (32, 7))
+    longer = LLAMA.model_copy(update={"max_seq": 31})
+    for spec, length, words in (
+        (GPT2, 29, "use data.seq_len=24 or fewer context ranks"),
+        (exactly, 29, "use data.seq_len=32 or fewer context ranks"),
+        (few, 5, "use fewer context ranks"),
+        (longer, 29, "use data.seq_len=32 or fewer context ranks"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            check(spec, Layout(dp=1, cp=4), length)
+
+
+def test_key_value_heads_are_those_that_a_tensor_rank_has() -> None:
+    """Six over two are three each; over six, one each."""
+    layout = Layout(dp=1, cp=2, tp=2, cp_method="ulysses")
+    with pytest.raises(ValueError, match=r"cp=2 with .* does not divide the 3 key-value heads that each of tp=2 has"):
+        check(LLAMA, layout, 24)
+    for tp, kv_heads in ((2, 4), (6, 6), (12, 6), (4, 2)):
+        ways = layout.model_copy(update={"tp": tp, "cp": 12 // tp})
+        check(LLAMA.model_copy(update={"kv_heads": kv_heads}), ways.model_copy(update={"cp_order": "contiguous"}), 24)
 
 
 @given(
@@ -74,9 +93,10 @@ def test_what_is_accepted_can_be_shared(cp: int, tp: int, sp: bool, method: str,
         n, kv_heads = layout.head_ranks, -(-LLAMA.num_kv_heads // tp)
         assert seq % grain(layout) or (12 // tp) % n or (kv_heads % n and n % kv_heads), error
         return
-    held = [sum(map(len, spans(seq, cp, rank, order))) for rank in range(cp)]
+    held = [len(positions(seq, cp, rank, order)) for rank in range(cp)]
     assert len(set(held)) == 1 and held[0] % (tp if sp else 1) == 0
-    assert (12 // tp) % layout.head_ranks == 0
+    n, kv_heads = layout.head_ranks, -(-LLAMA.num_kv_heads // tp)
+    assert (12 // tp) % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
 
 
 def test_a_layout_that_fits_is_loaded() -> None:

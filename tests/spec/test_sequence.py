@@ -13,19 +13,13 @@ from meshwright.spec.sequence import (
     Order,
     blocks,
     check_length,
-    computed,
-    next_length,
+    positions,
     ring_blocks,
     spans,
     visible_pairs,
-    work,
 )
 
 ORDERS: tuple[Order, ...] = ("contiguous", "zigzag", "striped")
-
-
-def held(length: int, ranks: int, rank: int, order: Order) -> list[int]:
-    return [p for span in spans(length, ranks, rank, order) for p in span]
 
 
 def seen(block: Block) -> Iterator[tuple[int, int]]:
@@ -38,20 +32,20 @@ def seen(block: Block) -> Iterator[tuple[int, int]]:
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_every_position_has_one_rank_and_parts_are_equal_and_ascend(ranks: int, order: Order):
-    parts = [held(24, ranks, rank, order) for rank in range(ranks)]
+    parts = [positions(24, ranks, rank, order) for rank in range(ranks)]
     assert sorted(itertools.chain(*parts)) == list(range(24))
     assert {len(part) for part in parts} == {24 // ranks}
     assert all(part == sorted(part) for part in parts)
 
 
 def test_eight_positions_over_two_ranks():
-    assert [held(8, 2, rank, "contiguous") for rank in (0, 1)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert [held(8, 2, rank, "zigzag") for rank in (0, 1)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
-    assert [held(8, 2, rank, "striped") for rank in (0, 1)] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert [positions(8, 2, rank, "contiguous") for rank in (0, 1)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [positions(8, 2, rank, "zigzag") for rank in (0, 1)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert [positions(8, 2, rank, "striped") for rank in (0, 1)] == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
 def test_documents_are_cut_each_by_itself():
-    parts = [[p for span in spans(8, 2, rank, "zigzag", documents=(0, 4, 8)) for p in span] for rank in (0, 1)]
+    parts = [positions(8, 2, rank, "zigzag", documents=(0, 4, 8)) for rank in (0, 1)]
     assert parts == [[0, 3, 4, 7], [1, 2, 5, 6]]
     with pytest.raises(ValueError, match=r"sequence of 3 cannot be cut .* use 4"):
         spans(8, 2, 0, "zigzag", documents=(0, 3, 8))
@@ -72,7 +66,6 @@ def test_documents_are_cut_each_by_itself():
 def test_a_length_that_does_not_divide_is_refused_with_the_next_that_does(length, ranks, order, good):
     with pytest.raises(ValueError, match=f"sequence of {length} cannot .*cp={ranks} .*use {good}$"):
         check_length(length, ranks, order)
-    assert next_length(length, ranks, order) == good
     check_length(good, ranks, order)
 
 
@@ -88,9 +81,9 @@ def test_one_rank_takes_any_length():
 def test_the_calls_compute_every_visible_pair_once(ranks: int, order: Order, window: int | None):
     """And nothing else, but for pairs of masked calls, of which every query and every key has something to do."""
     for rank in range(ranks):
-        mine, pairs = held(24, ranks, rank, order), 0
+        mine, pairs = positions(24, ranks, rank, order), 0
         for source in range(ranks):
-            theirs = held(24, ranks, source, order)
+            theirs = positions(24, ranks, source, order)
             found = ring_blocks(24, ranks, rank, source, order, window=window)
             expected = {
                 (i, j)
@@ -137,6 +130,19 @@ def test_keys_of_all_ranks_in_their_own_order_are_a_prefix_and_a_diagonal():
 def test_a_window_belongs_to_causal_attention():
     with pytest.raises(ValueError, match="window of 4 is of earlier keys"):
         ring_blocks(16, 2, 0, 1, "zigzag", causal=False, window=4)
+
+
+def work(length: int, ranks: int, order: Order, causal: bool = True) -> list[int]:
+    """Of each rank, in pairs that are seen."""
+    return [visible_pairs(spans(length, ranks, rank, order), length, causal=causal) for rank in range(ranks)]
+
+
+def computed(length: int, ranks: int, order: Order) -> list[int]:
+    """Of each rank, in pairs of its calls, causal ones counted whole."""
+    calls = {
+        rank: [ring_blocks(length, ranks, rank, source, order) for source in range(ranks)] for rank in range(ranks)
+    }
+    return [sum(block.pairs for blocks in found for block in blocks) for found in calls.values()]
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from meshwright.model.documents import positions_inside
 from meshwright.model.loss import IGNORE
+from meshwright.predict.memory import memory
 from meshwright.spec.layout import Layout
-from meshwright.spec.sequence import spans
+from meshwright.spec.run import Batch, Data, RunSpec
+from meshwright.spec.sequence import positions
 from meshwright.train.inputs import Inputs, Share
 
 CPU = torch.device("cpu")
@@ -43,8 +46,22 @@ def test_one_device_leaves_positions_to_the_model() -> None:
     assert len(alone.tensors) == 3 and len(parts()[0].tensors) == 2
 
 
+@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["none", "documents"])
+def test_their_bytes_are_predicted(cp: int, documents: torch.Tensor | None) -> None:
+    """Of each tensor once; on an accelerator without the documents of whole sequences, which stay on the host."""
+    run = RunSpec(
+        data=Data(seq_len=8, packing="none" if documents is None else "documents"), batch=Batch(sequences=1, micro=1)
+    )
+    for part in parts(documents, cp=cp):
+        held = {id(t): t.nbytes for t in part.tensors}
+        on_host = documents.nbytes if documents is not None and cp > 1 else 0
+        for device, bytes_ in (("cpu", sum(held.values())), ("cuda", sum(held.values()) - on_host)):
+            assert memory(run, Layout(dp=1, cp=cp), 0, device).categories["inputs"] == bytes_  # type: ignore[arg-type]
+
+
 def test_documents_that_are_cut_each_by_itself_begin_anew_too() -> None:
     """Documents [0, 4, 8] over two ranks in zigzag (transformer-engine's layout of packed sequences)."""
-    mine = [place for part in spans(8, 2, 0, "zigzag", (0, 4, 8)) for place in part]
+    mine = positions(8, 2, 0, "zigzag", documents=(0, 4, 8))
     assert mine == [0, 3, 4, 7]
     assert positions_inside(torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]]))[0, mine].tolist() == [0, 3, 0, 3]

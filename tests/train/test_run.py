@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -14,7 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshwright.spec.load import load_run
+from meshwright.spec.run import RunSpec
 from meshwright.train import checkpoint, folders
+from meshwright.train.loop import Loop
+from meshwright.train.signals import StopFlag
 
 FIELDS = [
     "model={layers: 1, hidden: 16, heads: 2, kv_heads: 1, ffn: 24}",
@@ -57,12 +63,12 @@ def wait_for(process: subprocess.Popen, words: str) -> str:
     raise AssertionError(f"{words!r} never came:\n{seen}")
 
 
-def parameters(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    return checkpoint.load(folders.path(folder / "run" / "checkpoints", step))[0]
+def parameters(folder: Path, step: int, out: str = "run") -> dict[str, torch.Tensor]:
+    return checkpoint.load(folders.path(folder / out / "checkpoints", step))[0]
 
 
-def metrics(folder: Path, split: str = "train") -> list[dict]:
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+def metrics(folder: Path, split: str = "train", out: str = "run") -> list[dict]:
+    lines = [json.loads(line) for line in (folder / out / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line["split"] == split]
 
 
@@ -103,6 +109,40 @@ def test_an_interrupted_run_goes_on_to_the_same_numbers(folder, tmp_path_factory
     ours, theirs = parameters(folder, 240), parameters(undisturbed, 240)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def life(mesh, run: RunSpec, folder: Path) -> str:
+    """What the command does on a rank; its last words."""
+    os.chdir(folder)
+    with StopFlag() as stop, contextlib.redirect_stdout(io.StringIO()) as out:
+        loop = Loop(run, mesh, stop, quiet=True)
+        assert loop.run() == 0
+        loop.farewell()
+    return out.getvalue()
+
+
+def test_context_ranks_train_what_one_device_does(folder, ranks):
+    """Packed texts; two steps, then the command again: the same losses, sample and checkpoint, whatever cp is."""
+    (folder / "shelf").mkdir()
+    for index in range(30):
+        (folder / "shelf" / f"{index}.txt").write_text(f"text {index}: " + f"{index * index} " * (index % 9))
+    fields = ["data={path: shelf, seq_len: 16, packing: documents}", "precision=float64", "device=cpu"]
+    fields += ["lr_schedule.decay=constant", "lr_schedule.decay_steps=0", "validation.every=2"]
+    (alone,) = ranks.run(1, life, load_run(None, [*FIELDS, *fields, "layout.dp=1", "steps=4", "out=alone"]), folder)
+    run = load_run(None, [*FIELDS, *fields, "layout={dp: 1, cp: 2}", "steps=2"])
+    ranks.run(2, life, run, folder, axes={"cp": 2})
+    code, out, err = finish(start(folder, *fields, "layout={dp: 1, cp: 2}", "steps=4"))
+    assert code == 0 and "layout   cp=2, ring in zigzag parts: 2 ranks, float64" in err, err
+    assert "resumed after step 2" in err
+    assert out == alone.replace("alone/", "run/").replace("in alone)", "in run)")
+    for split in ("train", "validation"):
+        ours, theirs = metrics(folder, split), metrics(folder, split, "alone")
+        assert [line["step"] for line in ours] == [line["step"] for line in theirs] != []
+        assert [line["loss"] for line in ours] == pytest.approx([line["loss"] for line in theirs], rel=1e-10)
+    ours, theirs = parameters(folder, 4), parameters(folder, 4, "alone")
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-8, atol=1e-12)
 
 
 def test_sigterm_to_one_rank_saves_and_ends_all(folder):

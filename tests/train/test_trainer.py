@@ -385,6 +385,32 @@ def test_evaluation_is_the_plain_models_and_changes_nothing(ranks, dp, zero):
         assert all(torch.equal(trained[name], tensor) for name, tensor in after.items())
 
 
+def broken_off(mesh, run):
+    """Forwards of an evaluation that rank 0 is asked to stop, and on how many ranks that was so."""
+    trainer, forwards = Trainer(run, mesh), []
+    trainer.model.register_forward_hook(lambda *_: forwards.append(1))
+    totals = trainer.evaluate(data_of(run), torch.arange(9), stop=lambda: float(mesh.rank == 0))
+    return len(forwards), totals.stop
+
+
+@pytest.mark.parametrize(
+    ("fields", "forwards"),
+    [
+        ({"dp": 2}, [0, 2]),
+        ({"dp": 2, "zero": 3}, [3, 3]),
+        ({"tp": 2}, [5, 5]),
+        ({"cp": 2, "cp_order": "contiguous"}, [5, 5]),
+    ],
+    ids=str,
+)
+def test_an_evaluation_is_broken_off_where_nobody_waits_for_the_rank(ranks, fields, forwards):
+    """Five sequences for one data rank and four for the other, or nine for both ranks together, two at a time."""
+    layout = Layout(**{"dp": 1, **fields})
+    run = run_of(LLAMA, 1).model_copy(update={"layout": layout})
+    axes = {axis: layout.size(axis) for axis in ("tp", "cp", "dp")}
+    assert ranks.run(2, broken_off, run, axes=axes) == [(number, 1.0) for number in forwards]
+
+
 def test_options_changed_since_a_checkpoint_are_told():
     trainer = alone(run_of(LLAMA, 1))
     about = state.meta(trainer, 1, state.Counts())

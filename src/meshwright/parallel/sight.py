@@ -14,7 +14,7 @@ from torch import Tensor
 from meshwright.comm.mesh import Mesh
 from meshwright.parallel.recompute import Recompute
 from meshwright.spec.errors import UserError
-from meshwright.spec.sequence import Block, Method, Order, arranged, head_ranks, held, ring_plan
+from meshwright.spec.sequence import Block, Method, Order, arranged, head_ranks, ring_plan, spans
 from meshwright.spec.traffic import Phase
 
 T = TypeVar("T")
@@ -134,7 +134,7 @@ class Context:
 
     def positions(self, length: int, place: int) -> Places:
         """Those that the ring's rank `place` holds, i64[T/ring], on the host."""
-        parts = held(length, self.ranks, place, self.order, self.inner, self._packed)
+        parts = spans(length, self.ranks, place, self.order, inner=self.inner, documents=self._packed)
         return np.concatenate([np.arange(part.start, part.stop, part.step) for part in parts])
 
     def arranged(self, length: int) -> Tensor | None:

@@ -13,8 +13,7 @@ from typing import Literal, NamedTuple, Self
 from meshwright.predict.rows import row
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.sequence import Method, Order, Plan, head_ranks, ring_plan, shared_heads, visible_pairs
-from meshwright.spec.sequence import held as positions
+from meshwright.spec.sequence import Method, Order, Plan, head_ranks, ring_plan, shared_heads, spans, visible_pairs
 from meshwright.spec.traffic import Operation, Phase, TrafficRow
 
 PRODUCTS = {"fused": (2, 5), "written out": (2, 4)}
@@ -246,7 +245,7 @@ def flops(it: Attention, rank: int) -> tuple[int, int]:
 
 def needed_flops(it: Attention, rank: int) -> tuple[int, int]:
     """Those of the pairs that are seen, which kernels with a causal mode come near."""
-    held = positions(it.length, it.cp, rank // it.over, it.order, it.over)
+    held = spans(it.length, it.cp, rank // it.over, it.order, inner=it.over)
     pairs = visible_pairs(held, it.length, causal=it.causal, window=it.window)
     each = 2 * it.batch * it.own_heads * it.width * pairs
     return 2 * each, 5 * each

@@ -33,17 +33,12 @@ def granule(ranks: int, order: Order) -> int:
     return 2 * ranks if order == "zigzag" and ranks > 1 else ranks
 
 
-def next_length(length: int, ranks: int, order: Order) -> int:
-    """The shortest length from `length` on that can be cut."""
-    each = granule(ranks, order)
-    return max(-(-length // each), 1) * each
-
-
 def check_length(length: int, ranks: int, order: Order) -> None:
     """Raise ValueError, naming the next good length, for one that cannot be cut in equal parts."""
-    good = next_length(length, ranks, order)
+    each = granule(ranks, order)
+    good = max(-(-length // each), 1) * each
     if good != length:
-        parts = f"{granule(ranks, order)} equal chunks" if order == "zigzag" else "equal parts"
+        parts = f"{each} equal chunks" if order == "zigzag" else "equal parts"
         raise ValueError(f"a sequence of {length} cannot be cut into {parts} for cp={ranks} ({order}); use {good}")
 
 
@@ -59,35 +54,42 @@ def check_documents(documents: Documents, length: int, ranks: int, order: Order)
         check_length(stop - start, ranks, order)
 
 
-def spans(length: int, ranks: int, rank: int, order: Order, documents: Documents | None = None) -> list[range]:
-    """The positions 0 … length − 1 that `rank` holds, in the order in which it holds them: ascending.
+def spans(
+    length: int, ranks: int, place: int, order: Order, *, inner: int = 1, documents: Documents | None = None
+) -> list[range]:
+    """The positions 0 … length − 1 that rank `place` holds, in the order in which it holds them: ascending.
 
-    documents: where packed documents begin, and the end, (0, 4, 8): each is then cut by itself, so that each one's
-    work is dealt out evenly. Raises ValueError for a length that cannot be cut, and a document that cannot.
+    inner: neighbours that deal heads out hold each other's positions too; `place` is then the number of their run.
+    Stripes of some of the ranks do not fit together, and stand one behind the other. documents: where packed documents
+    begin, and the end, (0, 4, 8): each is then cut by itself, so that each one's work is dealt out evenly. Raises
+    ValueError for a length that cannot be cut, and a document that cannot.
     """
-    if documents is None:
-        return _spans(length, ranks, rank, order)
-    check_documents(documents, length, ranks, order)
+    if documents is not None:
+        check_documents(documents, length, ranks, order)
     return [
-        _shifted(part, start)
-        for start, stop in pairwise(documents)
-        for part in _spans(stop - start, ranks, rank, order)
+        range(part.start + start, part.stop + start, part.step)
+        for start, stop in pairwise(documents or (0, length))
+        for part in _spans(stop - start, ranks, place, order, inner)
     ]
 
 
-def _shifted(part: range, by: int) -> range:
-    return range(part.start + by, part.stop + by, part.step)
-
-
-def _spans(length: int, ranks: int, rank: int, order: Order) -> list[range]:
+def _spans(length: int, ranks: int, place: int, order: Order, inner: int) -> list[range]:
     check_length(length, ranks, order)
-    if ranks == 1:
+    if inner == ranks:
         return [range(length)]
+    held = range(place * inner, (place + 1) * inner)
     if order == "striped":
-        return [range(rank, length, ranks)]
+        return [range(rank, length, ranks) for rank in held]
     each = length // granule(ranks, order)
-    chunks = (rank, 2 * ranks - 1 - rank) if order == "zigzag" else (rank,)
-    return [range(chunk * each, (chunk + 1) * each) for chunk in chunks]
+    late = [2 * ranks - 1 - rank for rank in reversed(held)] if order == "zigzag" else []
+    return [range(chunk * each, (chunk + 1) * each) for chunk in (*held, *late)]
+
+
+def positions(
+    length: int, ranks: int, place: int, order: Order, *, inner: int = 1, documents: Documents | None = None
+) -> list[int]:
+    """Those of `spans`, one by one."""
+    return [at for part in spans(length, ranks, place, order, inner=inner, documents=documents) for at in part]
 
 
 # -- who computes what ----------------------------------------------------------------------------------------------
@@ -197,36 +199,18 @@ def _total(parts: Sequence[range]) -> int:
     return sum(map(len, parts))
 
 
-def held(
-    length: int, ranks: int, place: int, order: Order, inner: int = 1, documents: Documents | None = None
-) -> list[range]:
-    """What `inner` neighbouring ranks hold together, the run of them number `place`: see `arranged`."""
-    return [
-        _shifted(part, start)
-        for start, stop in pairwise(documents or (0, length))
-        for part in _held(stop - start, ranks, place, order, inner)
-    ]
-
-
-def _held(length: int, ranks: int, place: int, order: Order, inner: int) -> list[range]:
-    if inner == ranks:
-        return [range(length)]
-    parts = [part for rank in range(place * inner, (place + 1) * inner) for part in spans(length, ranks, rank, order)]
-    return parts if order == "striped" else sorted(parts, key=lambda part: part.start)
-
-
 def arranged(
     length: int, ranks: int, place: int, order: Order, inner: int, documents: Documents | None = None
 ) -> list[int] | None:
-    """Where each position that `held` lists stands in the parts of the `inner` ranks, one after the other; None where
-    it is in place already.
+    """Where each position of the run of `inner` ranks number `place` stands in their parts, one after the other; None
+    where it is in place already.
 
-    Ascending positions make larger calls. Stripes of some of the ranks do not fit together, and stay apart.
+    Ascending positions make larger calls.
     """
-    runs = (spans(length, ranks, rank, order, documents) for rank in range(place * inner, (place + 1) * inner))
-    before = [position for run in runs for part in run for position in part]
-    at = {position: index for index, position in enumerate(before)}
-    found = [at[position] for part in held(length, ranks, place, order, inner, documents) for position in part]
+    run = range(place * inner, (place + 1) * inner)
+    before = [at for rank in run for at in positions(length, ranks, rank, order, documents=documents)]
+    index = {position: at for at, position in enumerate(before)}
+    found = [index[each] for each in positions(length, ranks, place, order, inner=inner, documents=documents)]
     return None if found == list(range(len(found))) else found
 
 
@@ -252,8 +236,8 @@ def ring_blocks(
         _moved(block, start // ring, start // ring)
         for start, stop in pairwise(documents or (0, length))
         for block in blocks(
-            _held(stop - start, ranks, place, order, inner),
-            _held(stop - start, ranks, source, order, inner),
+            _spans(stop - start, ranks, place, order, inner),
+            _spans(stop - start, ranks, source, order, inner),
             causal=causal,
             window=window,
         )
@@ -377,23 +361,3 @@ def visible_pairs(positions: Sequence[range], length: int, *, causal: bool = Tru
         ramp = len(range(part.start, min(part.stop, reach), part.step))  # those that see all before them
         found += ramp * (part.start + 1) + part.step * ramp * (ramp - 1) // 2 + (len(part) - ramp) * reach
     return found
-
-
-def work(length: int, ranks: int, order: Order, *, causal: bool = True, window: int | None = None) -> list[int]:
-    """Visible pairs of each rank: what it must compute, and what a kernel with a causal mode about computes."""
-    return [
-        visible_pairs(spans(length, ranks, rank, order), length, causal=causal, window=window) for rank in range(ranks)
-    ]
-
-
-def computed(length: int, ranks: int, order: Order, *, causal: bool = True, window: int | None = None) -> list[int]:
-    """Pairs of each rank's calls, counted as whole rectangles, as torch's FLOP counter does: causal calls, which
-    compute about half of theirs, count in full."""
-    return [
-        sum(
-            block.pairs
-            for source in range(ranks)
-            for block in ring_blocks(length, ranks, rank, source, order, causal=causal, window=window)
-        )
-        for rank in range(ranks)
-    ]
