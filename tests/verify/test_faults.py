@@ -11,7 +11,7 @@ import torch
 from meshwright.parallel.reducer import Reducer
 from meshwright.parallel.zero import Sharded
 from meshwright.spec.model import ModelSpec
-from meshwright.train import trainer as trainer_module
+from meshwright.train import passes as passes_module
 from meshwright.train.inputs import Inputs
 from meshwright.train.trainer import Trainer
 from meshwright.verify.judge import judge
@@ -76,13 +76,13 @@ def collective_too_many(mesh):
 
 def part_counted_twice(mesh):
     """Both ranks compute the sequence at the border of their parts."""
-    micro_batches = trainer_module.micro_batches
+    micro_batches = passes_module.micro_batches
 
     def wrong(sequences, ranks, rank, micro):
         parts = micro_batches(sequences, ranks, rank, micro)
         return [range(parts[0].start - 1, parts[0].stop), *parts[1:]] if rank == 1 else parts
 
-    return mock.patch.object(trainer_module, "micro_batches", wrong)
+    return mock.patch.object(passes_module, "micro_batches", wrong)
 
 
 def stale_buffer(mesh):

@@ -4,19 +4,26 @@ activations exact."""
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from meshwright.parallel.flat import Unit
+from meshwright.parallel.partial import PartialSums
+from meshwright.parallel.pipeline import Pipeline
+from meshwright.parallel.zero import Sharded
 from meshwright.predict.stages import schedule_of
 from meshwright.schedule.actions import Action
 from meshwright.schedule.files import write
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import Data, RunSpec
-from verify.proofs import prove, small_proof
+from meshwright.train.passes import TrainingPasses
+from meshwright.verify.judge import judge
+from verify.proofs import STEPS, alone, evidence, on_ranks, prove, small_proof
 
 UNTIED = ModelSpec(
     family="llama", vocab=37, hidden=16, layers=4, heads=4, kv_heads=2, ffn=24, max_seq=32, qk_norm=True, qkv_bias=True
@@ -160,3 +167,88 @@ def test_any_layout_is_proven_or_refused_in_words(ranks, axes, data):
         assert "use " in str(refused)
         return
     prove(ranks, run)
+
+
+# -- planted faults ---------------------------------------------------------------------------------------------------
+
+
+def never_summed(mesh):
+    """The two copies of a tied table keep their own gradients."""
+    return mock.patch.object(PartialSums, "sums", lambda self, units: units)
+
+
+def counted_by_both(mesh):
+    """Both copies enter the norm."""
+    counted = Unit.counted
+    return mock.patch.object(
+        Unit, "counted", lambda self, shard: [shard] if "tied" in self.name else counted(self, shard)
+    )
+
+
+def last_micro_batch_only(mesh):
+    """A stage starts its gradients anew in every micro-batch."""
+    backward = Sharded.backward
+
+    def wrong(self, index, *, last):
+        for unit in self.units:
+            unit.arrived = [False] * len(unit.members)
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        backward(self, index, last=last)
+
+    return mock.patch.object(Sharded, "backward", wrong)
+
+
+def another_micro_batchs_targets(mesh):
+    """The last stage takes what comes for another micro-batch than it is of."""
+    forward = TrainingPasses.forward
+    last = mesh.coords["pp"] == mesh.sizes["pp"] - 1
+    return mock.patch.object(
+        TrainingPasses,
+        "forward",
+        lambda self, stage, micro, hidden: forward(self, stage, micro ^ 1 if last else micro, hidden),
+    )
+
+
+def a_message_too_many(mesh):
+    end = Pipeline._end
+
+    def wrong(self):
+        end(self)
+        self.mesh.ledger.record("send", "pp", "pp.activations", "forward", 0, 2, 64)
+
+    return mock.patch.object(Pipeline, "_end", wrong)
+
+
+def outputs_kept(mesh):
+    """Stages keep their outputs, as if they were asked for."""
+    forward = Pipeline._forward
+
+    def wrong(self, stage, micro, passes):
+        forward(self, stage, micro, passes)
+        self.mesh.kept = [*getattr(self.mesh, "kept", []), self._flights[stage, micro].output]
+
+    return mock.patch.object(Pipeline, "_forward", wrong)
+
+
+FAULTS = {
+    never_summed: "gradient differs after step 1",
+    counted_by_both: "gradient norm",
+    last_micro_batch_only: "gradient differs after step 1",
+    another_micro_batchs_targets: "gradient differs after step 1",
+    a_message_too_many: "traffic: send over pp, pp.activations",
+    outputs_kept: "holds beside what it declares",
+}
+
+
+def faulty(mesh, run, fault):
+    with globals()[fault](mesh):
+        return evidence(mesh, run)
+
+
+@pytest.mark.parametrize(("fault", "words"), FAULTS.items(), ids=lambda value: getattr(value, "__name__", ""))
+def test_planted_faults_are_found_and_named(ranks, fault, words):
+    run = run_of(TIED, {"pp": 2, "pp_schedule": "gpipe"}, sequences=8)
+    report = judge(run, STEPS, on_ranks(ranks, run, faulty, fault.__name__), alone(run))
+    assert not report.passed
+    assert any(words in finding for finding in report.findings), report.findings
