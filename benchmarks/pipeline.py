@@ -248,9 +248,7 @@ def contest(rank: int, ranks: int, rounds: int, only: list[str]) -> None:
             dist.barrier()
 
 
-def report(
-    name: str, schedule: str, case: Case, ranks: int, chunks: int, result: race.Result, worst: float
-) -> None:
+def report(name: str, schedule: str, case: Case, ranks: int, chunks: int, result: race.Result, worst: float) -> None:
     ours, torchs = (result.milliseconds[who] for who in ("ours", "torch"))
     median, low, high = result.ratio("ours", "torch")
     print(
