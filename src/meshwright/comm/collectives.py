@@ -25,6 +25,7 @@ from meshwright.comm.check import Call, Checker
 from meshwright.comm.ledger import Ledger
 from meshwright.comm.pending import Pending, failed
 from meshwright.comm.scratch import Scratch
+from meshwright.comm.trace import Tracing
 from meshwright.comm.works import Work, Works
 from meshwright.spec.traffic import Operation, Phase, lent_to_sum
 
@@ -52,6 +53,7 @@ class Group:
         blackbox: BlackBox,
         checker: Checker | None = None,
         scratch: Scratch | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         assert process_group is not None or len(ranks) == 1
         self.axis = axis
@@ -63,6 +65,7 @@ class Group:
         self.blackbox = blackbox
         self.scratch = scratch or Scratch()
         self.checker = checker
+        self.tracing = tracing or Tracing()
 
     def __repr__(self) -> str:
         return f"Group({self.axis}, rank {self.rank} of {self.ranks})"
@@ -387,6 +390,8 @@ class Group:
             raise failed(call, exc) from exc
         finally:
             self.ledger.blocked(time.perf_counter() - started)
+        if (trace := self.tracing.now) is not None:
+            trace.issued(sequence, call, self.axis, phase, micro, payload, started)
         pending = Pending(self, call, sequence, work, call.tensors + buffers, finish)
         if async_:
             self.blackbox.leave()

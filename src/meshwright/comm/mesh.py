@@ -27,6 +27,7 @@ from meshwright.comm.collectives import Group
 from meshwright.comm.ledger import Ledger
 from meshwright.comm.patience import Patience
 from meshwright.comm.scratch import Scratch
+from meshwright.comm.trace import Tracing
 from meshwright.comm.yielding import yield_to_computing
 from meshwright.spec.layout import AXES, Axis, Layout, places
 
@@ -37,8 +38,8 @@ class Mesh:
     """All ranks of a run on their axes, seen from this one.
 
     rank, world: this rank's number and how many there are. sizes, coords: by axis, sizes[axis] ranks and this rank's
-    place 0 … sizes[axis] - 1. device: where this rank computes. ledger, blackbox: shared by all groups. patience:
-    waiting for what takes its time outside of collectives.
+    place 0 … sizes[axis] - 1. device: where this rank computes. ledger, blackbox, tracing: shared by all groups.
+    patience: waiting for what takes its time outside of collectives.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Mesh:
         self._locate(sizes, order, rank)
         self.device = device
         self.ledger = Ledger()
+        self.tracing = Tracing()
         self._scratch = Scratch()
         self.blackbox = BlackBox.from_environment(rank)
         self.patience = Patience(self.world, self.blackbox, timeout)
@@ -212,12 +214,13 @@ class Mesh:
     def _group(self, name: str, ranks: Iterable[int], purpose: str = "") -> Group:
         ranks = tuple(ranks)
         if len(ranks) == 1:
-            return Group(name, ranks, 0, None, self.ledger, self.blackbox)
+            return Group(name, ranks, 0, None, self.ledger, self.blackbox, tracing=self.tracing)
         process_group = self._process_group(ranks, purpose)
         checker = self._checks.of(ranks) if self._checks is not None else None
         return Group(
-            name, ranks, ranks.index(self.rank), process_group, self.ledger, self.blackbox, checker, self._scratch
-        )
+            name, ranks, ranks.index(self.rank), process_group, self.ledger, self.blackbox, checker, self._scratch,
+            self.tracing,
+        )  # fmt: skip
 
     def _process_group(self, ranks: Iterable[int], purpose: str = "") -> dist.ProcessGroup:
         """That of these ranks; with a purpose one that is for this alone."""

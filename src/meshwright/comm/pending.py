@@ -67,6 +67,8 @@ class Pending:
             raise failed(self._call, exc) from exc
         finally:
             group.ledger.blocked(time.perf_counter() - started)
+        if (trace := group.tracing.now) is not None:
+            trace.waited(self._sequence, self._call, group.axis, started)
         call, self._call = self._call, None
         self._work, self._buffers, self._finish = None, (), None
         group.blackbox.leave()

@@ -115,8 +115,10 @@ class Pipeline:
         """Do all actions of a step up to the optimizer's, which is the caller's."""
         self._begin()
         for action in self.actions:
-            self._do(action, passes)
-        self._end()
+            with self.mesh.tracing.span("action", *action):
+                self._do(action, passes)
+        with self.mesh.tracing.span("wait", "pp.sends"):
+            self._end()
 
     def run_forward(self, passes: Passes) -> None:
         """Let all micro-batches go forward in the schedule's order, and nothing back; gradients must be off."""

@@ -35,6 +35,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from meshwright.comm.trace import Tracing
 from meshwright.spec.errors import UserError
 from meshwright.spec.traffic import Phase
 
@@ -67,16 +68,23 @@ class Recompute:
 
     With `every` above 1 each block must be called with the output of the one before it, and otherwise with the same
     arguments. keep: words of OPERATORS whose outputs are kept. rng: set torch's random generators back for the
-    recompute, for blocks that draw from them.
+    recompute, for blocks that draw from them. tracing: where the recompute is to be seen.
     """
 
     def __init__(
-        self, blocks: Sequence[nn.Module], *, every: int = 1, keep: Sequence[str] = (), rng: bool = False
+        self,
+        blocks: Sequence[nn.Module],
+        *,
+        every: int = 1,
+        keep: Sequence[str] = (),
+        rng: bool = False,
+        tracing: Tracing | None = None,
     ) -> None:
         assert every >= 1, every
         self.operators = frozenset(getattr(torch.ops.aten, name) for word in keep for name in OPERATORS[word])
         self.words = frozenset(keep)
         self.rng = rng
+        self.tracing = tracing or Tracing()
         self.running = False  # whether a region is being computed again at the moment
         self.mode: _Record | _Replay | None = None  # what looks after kept operators in the region that runs
         self.regions = [list(blocks[start : start + every]) for start in range(0, len(blocks), every)]
@@ -159,7 +167,8 @@ class _Handle:
 
     def get(self) -> Tensor:
         if self.tensor is None:
-            self.frame.recompute()
+            with self.frame.owner.tracing.span("recompute", "recompute"):
+                self.frame.recompute()
         assert self.tensor is not None
         return self.tensor
 

@@ -166,6 +166,11 @@ class RunSpec(Part):
     comm_timeout: Annotated[float, Field(ge=1, le=365 * 86400)] = Field(
         600.0, description="seconds a collective may wait for a rank"
     )
+    trace: bool = Field(
+        False,
+        description="record who does what when in steps 3 to 5 of those to come, or the last of fewer, as trace.json; "
+        "and tell where they went",
+    )
     out: Text = Field("runs/demo", description="folder of this run: checkpoints, metrics, run.yaml")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
         1, description="weights, order of samples and dropout follow from it"
@@ -210,6 +215,8 @@ class RunSpec(Part):
             )
         if self.model.attn_dropout and self.attention == "sdpa":
             self._fused_dropout()
+        if self.trace and self.steps == 1:
+            raise ValueError("trace=true records no first step, which warms up; use steps=2 or more, or trace=false")
         # A run may well end within its warm-up (a trial of a long run does), but not before its decay begins.
         warmup, decay = self.lr_schedule.warmup, self.lr_schedule.decay_steps or 0
         if decay and warmup + decay > self.steps:

@@ -72,7 +72,7 @@ def lay_out(run: RunSpec, mesh: Mesh, part: Stage, offload: Offload | None) -> L
     stage.cut(model, part)
     if run.compile == "block":
         compile_blocks(model.blocks, mesh.device)
-    recompute = _recompute(run, model)
+    recompute = _recompute(run, model, mesh)
     line, placements = None, plain_placements(model, [axis for axis, size in mesh.sizes.items() if size > 1])
     if layout.tp > 1:
         plan = splitting.plan(run.model)
@@ -120,12 +120,14 @@ def torch_drops(run: RunSpec) -> bool:
     return run.dropout == "torch" and run.model.drops
 
 
-def _recompute(run: RunSpec, model: LanguageModel) -> Recompute | None:
+def _recompute(run: RunSpec, model: LanguageModel, mesh: Mesh) -> Recompute | None:
     layout = run.layout
     if layout.recompute == "none":
         return None
     blocks = list(model.blocks)
-    return Recompute(blocks, every=layout.region(len(blocks)), keep=layout.kept_operators, rng=torch_drops(run))
+    return Recompute(
+        blocks, every=layout.region(len(blocks)), keep=layout.kept_operators, rng=torch_drops(run), tracing=mesh.tracing
+    )
 
 
 def _options(run: RunSpec) -> zero.Options:

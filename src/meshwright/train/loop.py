@@ -30,6 +30,7 @@ from meshwright.train.sample import generate
 from meshwright.train.signals import StopFlag
 from meshwright.train.stopping import StoppedEarlyError, Stopping
 from meshwright.train.together import first_error, prepare_together
+from meshwright.train.tracer import Tracer
 from meshwright.train.trainer import Totals, Trainer, Update
 
 MOVES_SAMPLES = ("batch.sequences:", "data.seq_len:", "seed:")
@@ -90,6 +91,7 @@ class Loop:
         )  # fmt: skip
         self.peak: Peak = device_peak(mesh.device, run.precision)
         self.counts = state.Counts()
+        self.tracer = Tracer(run, mesh, self.progress)
         self.validation_loss: float | None = None
         self.sample: str | None = None
         self.saved_step = -1  # of the checkpoint that was begun last
@@ -265,7 +267,9 @@ class Loop:
     def _steps(self, start: int) -> int:
         if self._lacks_validation(start) and self._validate(start):
             return self._stopped(start)
+        self.tracer.plan(start)
         for step in range(start, self.run_spec.steps):
+            self.tracer.begin(step + 1)
             began, blocked = time.perf_counter(), self.mesh.ledger.blocked_seconds
             self.mesh.blackbox.step = step + 1
             self.mesh.blackbox.note("computing")  # where no collective follows, an older note would stand
@@ -274,8 +278,10 @@ class Loop:
             update = self.trainer.update(step, totals)
             self._count(step, totals, update)
             seconds = time.perf_counter() - began
+            self.tracer.end(step + 1)
             self._record(step + 1, totals, update, seconds, self.mesh.ledger.blocked_seconds - blocked)
             self._tell(self.saver.poll())
+            self.tracer.write_after(step + 1, self.metrics)
             if self.stopping.heard(totals.stop):
                 return self._stopped(step + 1)
             self._save(step + 1)
@@ -294,6 +300,7 @@ class Loop:
     def _stopped(self, step: int) -> int:
         """Save `step`, unless it is saved, and end; returns the command's exit code."""
         self._save(step, stopping=True)
+        self.tracer.write_after(step, self.metrics, stopping=True)
         rest = "the same command goes on from here" if step < self.run_spec.steps else "it was the last"
         self.progress.message(f"stopped after step {step}, as asked; {rest}")
         assert self.stopping.signal is not None
@@ -466,6 +473,8 @@ class Loop:
             lines += ["sample:", self._sample() if self.sample is None else self.sample]
         where = self.checkpoints if folders.steps(self.checkpoints) else "none, as checkpoint.every=0 asks"
         lines.append(f"checkpoints     {where}")
+        if self.tracer.written is not None:
+            lines.append(f"trace           {self.tracer.written} (for ui.perfetto.dev)")
         lines.append(f"metrics         {self.folder / 'metrics.jsonl'} (and for TensorBoard in {self.folder})")
         try:
             print("\n".join(lines), file=sys.stdout, flush=True)

@@ -123,7 +123,7 @@ def check_same_model(run: RunSpec, about: Mapping[str, Any]) -> None:
 def changed_options(run: RunSpec, about: Mapping[str, Any]) -> list[str]:
     """Options other than the model that this run sets otherwise than the run that was saved, in words."""
     ours, theirs = _flat(run.model_dump(mode="json")), _flat(dict(about["run"]))
-    ignored = ("model.", "out", "checkpoint.", "device")
+    ignored = ("model.", "out", "checkpoint.", "device", "trace")
     return [
         f"{name}: {theirs.get(name)} → {value}"
         for name, value in ours.items()

@@ -109,7 +109,8 @@ class Trainer:
         passes = TrainingPasses(self, data, step, stop)
         self.pipeline.run(passes)
         self._tell_documents(None)
-        norm = self._global_norm()
+        with self.mesh.tracing.span("optimizer", "norm"):
+            norm = self._global_norm()
         loss_sum, tokens_seen, stops = passes.totals()
         return Totals(loss_sum, int(tokens_seen), stops, norm, self.scale.value)
 
@@ -127,7 +128,8 @@ class Trainer:
             return Update(norm, lr, skipped=True, overflow=lowered and math.isfinite(totals.loss_sum))
         clip = self.run.optimizer.clip
         over = 1.0 if clip is None else max(norm / clip, 1.0)
-        self.optimizer.step(lr, divide_by=totals.divisor * over)
+        with self.mesh.tracing.span("optimizer", "update"):
+            self.optimizer.step(lr, divide_by=totals.divisor * over)
         return Update(norm, lr, skipped=False)
 
     @torch.no_grad()
@@ -158,7 +160,8 @@ class Trainer:
 
     def inputs(self, data: Dataset, ids: Tensor) -> Inputs:
         """This rank's part of the samples `ids`."""
-        return self.share.of(*data.batch(ids), data.documents(ids))
+        with self.mesh.tracing.span("data", "data"):
+            return self.share.of(*data.batch(ids), data.documents(ids))
 
     def nothing(self) -> Inputs:
         """Tokens that do not count: what a rank computes where the others have a micro-batch and it has none, so that

@@ -1,0 +1,34 @@
+"""Where the time of a step's forward and backward should go, if computing takes as its FLOPs and messages take none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.predict.flops import Flops
+from meshwright.predict.pipeline import stage_flops
+from meshwright.predict.stages import schedule_of, stages_of
+from meshwright.schedule.timeline import simulate
+from meshwright.spec.layout import Layout
+from meshwright.spec.run import RunSpec
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Parts of all pipeline ranks' time, which add up to 1."""
+
+    compute: float
+    recompute: float
+    bubble: float
+
+
+def shares(run: RunSpec, layout: Layout, *, cpu: bool) -> Shares:
+    """For a resolved `layout`, on the CPU or an accelerator, which differ in what attention computes."""
+    work = [stage_flops(run, layout, stage, cpu=cpu) for stage in stages_of(run.model, layout, run.data.seq_len)]
+    timeline = simulate(
+        schedule_of(run, layout),
+        forward=[each.forward for each in work],
+        backward=[each.backward + each.recompute for each in work],
+    )
+    all_stages = sum(work, Flops(0, 0))
+    recompute = (1 - timeline.bubble) * all_stages.recompute / all_stages.total
+    return Shares(1 - timeline.bubble - recompute, recompute, timeline.bubble)
