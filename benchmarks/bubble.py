@@ -2,7 +2,7 @@
 
     python benchmarks/bubble.py [--steps 5] [--micros 2 4 8]
 
-Two ranks of one thread each and compute-heavy stages that cost the same: those of benchmarks/pipeline.py. Measured: of a
+Two ranks of one thread each; compute-heavy stages that cost the same, those of benchmarks/pipeline.py. Measured: of a
 step's actions, from the first to the last, the part of both ranks' time in which they compute neither forward nor
 backward (median over steps; in brackets the least and the most). Predicted: the schedule, backward twice forward,
 messages free. The aim is 5 points.
