@@ -45,6 +45,16 @@ def test_which_steps(start, steps, which):
     assert list(recorded(start, steps)) == which
 
 
+def test_one_step_that_is_left_is_not_recorded():
+    told = Told()
+    tracer = Tracer(run_of("steps=9", "layout.dp=1"), Mesh.single(torch.device("cpu")), told)
+    tracer.plan(9)
+    tracer.plan(8)
+    assert told.said == ["warning: trace: nothing is recorded; step 9 is the only one left, and the first warms up"]
+    tracer.begin(9)
+    assert tracer.mesh.tracing.now is None
+
+
 def test_one_step_is_refused():
     with pytest.raises(UserError, match="trace=true records no first step, which warms up; use steps=2"):
         run_of("steps=1")

@@ -43,7 +43,7 @@ class Tracer:
         self._steps = recorded(start, self.run.steps)
         if not self._steps:
             self.progress.message(
-                f"warning: trace: only step {start + 1} is left, and the first warms up; nothing is recorded"
+                f"warning: trace: nothing is recorded; step {start + 1} is the only one left, and the first warms up"
             )
             return
         self._trace = Trace(self.mesh.device)
