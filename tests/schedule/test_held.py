@@ -8,7 +8,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.schedule import Schedule, check, make
+from meshwright.schedule import Action, Schedule, check, make
 
 sys.path.insert(0, str(Path(__file__).parent))
 from pipelines import every, listed, scrambled
@@ -28,6 +28,21 @@ def moments(schedule: Schedule, rank: int) -> set[tuple[int, ...]]:
     return found
 
 
+def buffers(schedule: Schedule, rank: int) -> tuple[int, int]:
+    """The most receives that are posted and not used, of activations and of gradients."""
+    users = {"forward": "recv_activations", "backward": "recv_gradients", "backward_input": "recv_gradients"}
+    waiting: set[Action] = set()
+    most = {"recv_activations": 0, "recv_gradients": 0}
+    for action in schedule.ranks[rank]:
+        if action.kind in most:
+            waiting.add(action)
+        elif action.kind in users:
+            waiting.discard(Action(users[action.kind], *action[1:]))
+        for kind in most:
+            most[kind] = max(most[kind], sum(one.kind == kind for one in waiting))
+    return most["recv_activations"], most["recv_gradients"]
+
+
 def below(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
     return one != other and all(a <= b for a, b in zip(one, other, strict=True))
 
@@ -37,6 +52,7 @@ def below(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
 def test_the_fullest_moments_are_those_that_none_exceeds(schedule: Schedule):
     checked = check(schedule)
     for rank in range(schedule.pipeline_ranks):
+        assert checked.posted[rank] == buffers(schedule, rank)
         seen = moments(schedule, rank)
         assert set(checked.together[rank]) == {one for one in seen if not any(below(one, other) for other in seen)}
         for index, stage in enumerate(schedule.of_rank(rank)):

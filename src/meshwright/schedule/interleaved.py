@@ -5,7 +5,8 @@ pipeline fills and drains in 1/v of the time; v times as many messages pay for i
 
 Micro-batches go forward in groups: a group passes a rank's first stage, then its second, while the next rank is one
 micro-batch behind; backward goes the same way through the stages in reverse. A rank takes 2(p − r − 1) + (v − 1)·g
-forward before it alternates, g the largest group.
+forward before it alternates, g the largest group. Half of the first term would do where messages take no time; with
+all of it a message is on its way while a rank computes something else, and waiting grows with its time far more slowly.
 
 The paper's groups are of p, and its micro-batches a multiple of p. All the order needs is that no group is smaller:
 then the first micro-batch of a group has come around when the last has passed. So m micro-batches are dealt out evenly
