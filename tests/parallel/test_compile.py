@@ -26,8 +26,8 @@ LLAMA = ModelSpec(family="llama", vocab=37, hidden=24, layers=3, heads=4, kv_hea
 GPT2 = ModelSpec(family="gpt2", vocab=37, hidden=24, layers=3, heads=4, max_seq=32, resid_dropout=0.3, attn_dropout=0.3)
 
 
-def gradients(spec, stage, every, backend, micros=2, attention="explicit", dropout="counter"):
-    """Of two micro-batches of different lengths, by name."""
+def gradients(spec, stage, every, backend, micros=2, attention="explicit", dropout="counter", borders=None):
+    """Of two micro-batches of different lengths, by name. borders: where documents begin in their sequences."""
     mesh = Mesh.single(CPU)
     model = build(spec, attention=attention, dropout=dropout, dtype=torch.float64)
     starts = initial(model)
@@ -45,7 +45,8 @@ def gradients(spec, stage, every, backend, micros=2, attention="explicit", dropo
         generator = torch.Generator().manual_seed(10 * mesh.rank + micro)
         tokens, targets = torch.randint(spec.vocab, (2, 2, 12 + 4 * (micro % 2)), generator=generator)
         key = DropoutKey(1, micro, 2 * mesh.rank + torch.arange(2))
-        model(tokens, targets, dropout=key).backward()
+        documents = None if borders is None else (torch.arange(tokens.size(1)) >= borders[micro]).long()
+        model(tokens, targets, documents=documents, dropout=key).backward()
         sharded.end_micro()
     list(sharded.finish())
     return {placement.name: gradient.clone() for placement, gradient in sharded.named_gradients()}
@@ -61,6 +62,17 @@ def test_every_stage_and_recompute_around_traced_blocks(spec):
     expected = gradients(spec, 0, None, None)
     for stage, every in ((0, None), (2, 1), (3, None), (3, 2)):
         assert_close(gradients(spec, stage, every, "aot_eager"), expected)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "explicit"])
+@pytest.mark.parametrize("spec", [LLAMA, GPT2.model_copy(update={"attn_dropout": 0.0})], ids=["llama", "gpt2"])
+def test_documents_are_kept_apart_in_traced_blocks(spec, attention):
+    """Elsewhere in each sequence and each micro-batch: the code is one, the masks and positions are not."""
+    borders = torch.tensor([[[3], [12]], [[1], [15]]])
+    expected = gradients(spec, 0, None, None, attention=attention, borders=borders)
+    assert_close(gradients(spec, 3, 2, "aot_eager", attention=attention, borders=borders), expected)
+    whole = gradients(spec, 0, None, None, attention=attention)
+    assert not torch.allclose(whole[next(iter(whole))], expected[next(iter(whole))])
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "explicit"])
