@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshwright.spec.errors import UserError
-from parallel.sequences import Case, all_differences, assert_whole, influence
+from parallel.sequences import Case, all_differences, assert_as_near_as_torch, assert_whole, influence
 
 ORDERS = ("contiguous", "zigzag", "striped")
 
@@ -54,10 +54,10 @@ def test_windows_and_documents(ranks):
     assert_whole(ranks, 4, cases)
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
-def test_narrow_numbers(ranks, dtype, bound):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_narrow_numbers(ranks, dtype):
     cases = [Case("ulysses", length=256, dtype=dtype), Case("usp", length=256, dtype=dtype, inner=2)]
-    assert_whole(ranks, 4, [*cases, Case("ulysses", length=256, dtype=dtype, kv_heads=1)], bound)
+    assert_as_near_as_torch(ranks, 4, [*cases, Case("ulysses", length=256, dtype=dtype, kv_heads=1)])
 
 
 def test_a_token_changes_what_comes_behind_it_and_nothing_else(ranks):

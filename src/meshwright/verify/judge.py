@@ -14,9 +14,10 @@ from meshwright.spec.batch import micro_steps
 from meshwright.spec.run import RunSpec
 from meshwright.verify.activations import Difference, SavedBytes
 from meshwright.verify.activations import compare as compare_activations
-from meshwright.verify.compare import bound_of, compare_tensors, diagnose, least_sizes, listed
+from meshwright.verify.compare import bound_of, diagnose, is_narrow, listed
 from meshwright.verify.evidence import Evidence
 from meshwright.verify.held import OTHER
+from meshwright.verify.narrow import compare_run, expected_of
 from meshwright.verify.report import (
     Check,
     Report,
@@ -27,10 +28,15 @@ from meshwright.verify.report import (
 )
 
 
-def judge(run: RunSpec, steps: int, ranks: Sequence[Evidence], expected: Evidence) -> Report:
-    """Compare what the ranks computed with the reference and the predictions."""
+def judge(run: RunSpec, steps: int, ranks: Sequence[Evidence], expected: Evidence | None = None) -> Report:
+    """Compare what the ranks computed with the reference and the predictions.
+
+    expected: the reference's evidence where it is at hand; not in two-byte precisions, where it depends on the ranks.
+    """
+    assert expected is None or not is_narrow(run)
+    expected = expected or expected_of(run, steps, ranks)
     bound = bound_of(run)
-    tensors = compare_tensors(ranks, expected, bound, least_sizes(run))
+    tensors = compare_run(run, steps, ranks, expected)
     scalars = check_scalars(ranks, expected, bound)
     moved = _traffic(run, ranks)
     held = check_states(ranks, states(run, run.layout) | {"buffers": buffers(run), OTHER: 0})

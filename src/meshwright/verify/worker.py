@@ -50,7 +50,10 @@ def collect(run: RunSpec, mesh: Mesh, data: UnequalData | Dataset, steps: int) -
 def _keep_gradients(trainer: Trainer, evidence: Evidence, step: int, divisor: float) -> None:
     with trainer.mesh.ledger.aside():
         for placement, gradient in trainer.sharded.named_gradients():
-            evidence.keep("gradient", step, placement.name, gradient / divisor)
+            wide = gradient.to(
+                torch.promote_types(gradient.dtype, torch.float32)
+            )  # a mean may be too small for float16
+            evidence.keep("gradient", step, placement.name, wide / divisor)
 
 
 def _keep_moments(trainer: Trainer, evidence: Evidence, step: int) -> None:
