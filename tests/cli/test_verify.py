@@ -139,7 +139,7 @@ def test_the_fields_of_json(proof: dict[str, Any], capsys: pytest.CaptureFixture
     assert told["tensors"] == [
         {
             "kind": "gradient", "name": "model.norm.weight", "passed": False, "since": 1, "since_ranks": [0, 1],
-            "rank": 1, "step": 2, "difference": "inf", "ratio": "nan", "cosine": "nan",
+            "rank": 1, "step": 2, "difference": "inf", "ratio": "nan", "cosine": "nan", "bound": 0.0,
         }
     ]  # fmt: skip
     check = {"what": "parameters, bytes", "expected": 4096, "found": 4096, "rank": 0, "passed": True}

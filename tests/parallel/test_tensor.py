@@ -16,8 +16,9 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec, RopeScaling
 from meshwright.spec.run import Batch, Data, LrSchedule, Optimizer, RunSpec
 from meshwright.train.trainer import Trainer
-from meshwright.verify.compare import bound_of, compare_tensors, least_sizes
+from meshwright.verify.compare import bound_of, is_narrow
 from meshwright.verify.evidence import Evidence
+from meshwright.verify.narrow import compare_run, expected_of
 from meshwright.verify.reference import reference
 from meshwright.verify.unequal import proof_data
 from meshwright.verify.worker import collect
@@ -86,10 +87,13 @@ def expected(name: str, attention: str, loss: str, sequences: int, clip: float |
 def assert_equals_the_plain_model(ranks, name: str, run: RunSpec) -> None:
     """Gradients, moments, weights, losses, tokens and norms, of every rank and step."""
     clip = run.optimizer.clip
-    plain = expected(name, run.attention, run.loss, run.batch.sequences, clip, run.precision)
     found = on_ranks(ranks, run, evidence)
+    if is_narrow(run):
+        plain = expected_of(run, STEPS, found)
+    else:
+        plain = expected(name, run.attention, run.loss, run.batch.sequences, clip, run.precision)
     bound = bound_of(run)
-    tensors = compare_tensors(found, plain, bound, least_sizes(run))
+    tensors = compare_run(run, STEPS, found, plain)
     assert all(c.passed for c in tensors), [c for c in tensors if not c.passed][:5]
     for each in found:
         assert each.tokens == plain.tokens

@@ -14,6 +14,7 @@ from meshwright.spec.model import ModelSpec
 from meshwright.train import passes as passes_module
 from meshwright.train.inputs import Inputs
 from meshwright.train.trainer import Trainer
+from meshwright.verify.compare import BOUNDS
 from meshwright.verify.judge import judge
 from meshwright.verify.reference import reference
 from meshwright.verify.unequal import proof_data
@@ -233,6 +234,37 @@ def test_found_and_named(ranks, fault):
     text = "\n".join(report.findings)
     for words in FAULTS[fault]:
         assert words in text, text
+
+
+def update_not_published(mesh):
+    """Master weights are updated, and the model goes on with what it has."""
+    return mock.patch.object(Sharded, "publish", lambda self, unit: None)
+
+
+NARROW = {
+    scaled_by_dp: ("gradient differs after step 1, on every rank: all 21 tensors", "gradient norm, step 1: expected"),
+    unit_never_reduced: ("gradient differs after step 1, on every rank: 9 of 21 tensors (model.layers.1.",),
+    part_counted_twice: ("gradient differs after step 1, on every rank", "valid tokens, step 1: expected"),
+    reduced_too_early: ("gradient differs after step 1, on every rank",),
+    norm_of_one_unit: ("exp_avg differs after step 1, on every rank: all 21 tensors",),
+    update_not_published: ("gradient differs after step 2, on every rank",),
+    two_seeds: ("parameter differs before the first step, on rank 1 only: 16 of 21 tensors",),
+}
+
+
+@pytest.mark.parametrize("fault", [nothing, *NARROW], ids=lambda f: f.__name__)
+def test_two_bytes_hide_no_fault(ranks, monkeypatch, fault):
+    """Also on a processor whose kernels round so much that one device's difference is all there is to go by."""
+    run = RUN.model_copy(update={"precision": "bf16"})
+    found = ranks.run(2, faulty, fault.__name__, run)
+    for fixed, wider in ((BOUNDS["bf16"], False), (2e-3, True)):
+        monkeypatch.setitem(BOUNDS, "bf16", fixed)
+        report = judge(run, STEPS, found)
+        assert all((c.bound > fixed) == wider for c in report.tensors if c.kind == "gradient")
+        text = "\n".join(report.findings)
+        assert report.passed == (fault is nothing), text
+        for words in NARROW.get(fault, ()):
+            assert words in text, text
 
 
 def test_a_mask_that_knows_the_layout_is_found(ranks):

@@ -130,10 +130,14 @@ def verdict(report: Report) -> str:
         near = f", activations within {ACTIVATION_BOUND:.0%}" if rounded else ""
         if not report.activations:
             near = "; what compiled blocks keep is not predicted"
-        return f"equal: {compared} (at most {report.bound:.0e}); traffic and memory as predicted{near}"
-    return "\n".join(
-        [f"different: {compared} (at most {report.bound:.0e})", *(f"  {line}" for line in report.findings)]
-    )
+        return f"equal: {compared} ({_most(report)}); traffic and memory as predicted{near}"
+    return "\n".join([f"different: {compared} ({_most(report)})", *(f"  {line}" for line in report.findings)])
+
+
+def _most(report: Report) -> str:
+    """The bounds, in words."""
+    wider = any(c.bound > report.bound for c in report.tensors)
+    return f"at most {report.bound:.0e}" + ", or twice what one device in this precision is off by" * wider
 
 
 def tables(report: Report, most: int | None) -> Iterable[RenderableType]:

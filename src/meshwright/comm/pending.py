@@ -82,6 +82,8 @@ class Pending:
             return
         with contextlib.suppress(RuntimeError):
             self._work.wait()
+            if self._group is not None and (trace := self._group.tracing.now) is not None:
+                trace.ended(self._sequence)
             assert self._call is not None
             # Gloo's sends can be waited for only once.
             self._work, self._buffers, self._call.tensors = None, (), ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -16,19 +17,15 @@ FLOOR = 1e-6
 BOUNDS = {"float64": 1e-10, "fp32": 1e-3, "bf16": 0.05, "fp16": 0.02}
 """Largest accepted difference by the narrowest dtype that computes or sums, in the measure of `difference`."""
 
-ADAM_STEPS = 10
-"""In two-byte precisions a parameter smaller than this many full Adam steps is measured against them: where a gradient
-is all rounding (GPT-2's key bias), Adam still takes a whole step, in a direction that rounding chose."""
-
 
 def bound_of(run: RunSpec) -> float:
-    """The bound for `run`'s precision, gradients and reduction."""
+    """The bound for `run`'s precision, gradients and reduction. In two bytes a gradient's may be wider: narrow.py."""
     return max(BOUNDS[name] for name in (run.precision, run.grad_dtype, run.reduce_dtype) if name != "auto")
 
 
-def least_sizes(run: RunSpec) -> dict[str, float]:
-    """Root mean square by kind below which a tensor counts as this large."""
-    return {"parameter": ADAM_STEPS * run.optimizer.lr} if bound_of(run) > BOUNDS["fp32"] else {}
+def is_narrow(run: RunSpec) -> bool:
+    """Whether anything is computed or summed in two bytes."""
+    return bound_of(run) > BOUNDS["fp32"]
 
 
 @dataclass(frozen=True)
@@ -36,8 +33,8 @@ class Comparison:
     """One tensor (kind and name), at the rank and step where it differs most from the reference.
 
     `ratio` is ‖a‖ / ‖b‖ and `cosine` that of the angle between them; both are 1 where both tensors are zero.
-    `since` is the first step at which it differs by more than the bound, None where it never does, and
-    `since_ranks` are the ranks on which it does so at that step.
+    `since` is the first step at which it differs by more than `bound`, None where it never does, and `since_ranks` are
+    the ranks on which it does so at that step.
     """
 
     kind: str
@@ -49,6 +46,7 @@ class Comparison:
     cosine: float
     since: int | None = None
     since_ranks: tuple[int, ...] = ()
+    bound: float = 0.0
 
     @property
     def passed(self) -> bool:
@@ -71,16 +69,16 @@ def compare_tensors(
     ranks: Sequence[Evidence],
     reference: Evidence,
     bound: float,
-    least: Mapping[str, float] | None = None,
+    *,
+    others: Mapping[str, float] = MappingProxyType({}),
     holds: Callable[[int, str], bool] = lambda rank, name: True,
 ) -> list[Comparison]:
-    """One comparison a tensor, the worst over ranks and steps, worst tensor first. `least`: see `least_sizes`.
+    """One comparison a tensor, the worst over ranks and steps, worst tensor first.
 
-    holds: whether a rank should have the parameter of a name; it must then, and must not otherwise.
+    others: other bounds of single tensors, by the keys of evidence. holds: whether a rank should have the parameter of
+    a name; it must then, and must not otherwise.
     """
     scales = _root_mean_squares(reference.tensors)
-    for kind, size in (least or {}).items():
-        scales |= {group: max(scale, size / FLOOR) for group, scale in scales.items() if group.startswith(f"{kind}/")}
     all_of: dict[tuple[str, str], list[Comparison]] = {}
     for key, expected in reference.tensors.items():
         kind, step, name = key.split("/", 2)
@@ -88,23 +86,34 @@ def compare_tensors(
             if not holds(rank, name) and key not in evidence.tensors:
                 continue
             figures = _figures(evidence.tensors.get(key), expected, scales[f"{kind}/{step}"])
-            all_of.setdefault((kind, name), []).append(Comparison(kind, name, rank, int(step), *figures))
+            comparison = Comparison(kind, name, rank, int(step), *figures, bound=others.get(key, bound))
+            all_of.setdefault((kind, name), []).append(comparison)
     for rank, evidence in enumerate(ranks):
         for key in evidence.tensors:
             kind, step, name = key.split("/", 2)
             if key in reference.tensors and holds(rank, name):
                 continue  # else a rank has what the plain model, or its stage, has not
-            extra = Comparison(kind, name, rank, int(step), math.inf, math.nan, math.nan)
+            extra = Comparison(kind, name, rank, int(step), math.inf, math.nan, math.nan, bound=bound)
             all_of.setdefault((kind, name), []).append(extra)
-    worst = [_worst(comparisons, bound) for comparisons in all_of.values()]
+    worst = [_worst(comparisons) for comparisons in all_of.values()]
     return sorted(worst, key=lambda c: (-c.difference, KINDS.index(c.kind), c.name))
 
 
-def _worst(comparisons: Sequence[Comparison], bound: float) -> Comparison:
-    failed = [c for c in comparisons if not c.difference <= bound]
+def differences(evidence: Evidence, reference: Evidence) -> dict[str, float]:
+    """How far each of `evidence`'s tensors is from the reference's, by its key."""
+    scales = _root_mean_squares(reference.tensors)
+    found = {}
+    for key, tensor in evidence.tensors.items():
+        kind, step, _ = key.split("/", 2)
+        found[key] = difference(tensor, reference.tensors[key], scales[f"{kind}/{step}"])
+    return found
+
+
+def _worst(comparisons: Sequence[Comparison]) -> Comparison:
+    failed = [c for c in comparisons if not c.difference <= c.bound]
     since = min((c.step for c in failed), default=None)
     at_first = tuple(c.rank for c in failed if c.step == since)
-    return replace(max(comparisons, key=lambda c: c.difference), since=since, since_ranks=at_first)
+    return replace(max(failed or comparisons, key=lambda c: c.difference), since=since, since_ranks=at_first)
 
 
 def _figures(found: Tensor | None, expected: Tensor, scale: float) -> tuple[float, float, float]:

@@ -7,16 +7,16 @@ from dataclasses import replace
 
 from meshwright.predict.activations import Saved, total
 from meshwright.predict.flight import kept_at_once
-from meshwright.predict.stages import tensors_on
 from meshwright.predict.states import buffers, states
 from meshwright.predict.traffic import traffic
 from meshwright.spec.batch import micro_steps
 from meshwright.spec.run import RunSpec
 from meshwright.verify.activations import Difference, SavedBytes
 from meshwright.verify.activations import compare as compare_activations
-from meshwright.verify.compare import bound_of, compare_tensors, diagnose, least_sizes, listed
+from meshwright.verify.compare import bound_of, diagnose, is_narrow, listed
 from meshwright.verify.evidence import Evidence
 from meshwright.verify.held import OTHER
+from meshwright.verify.narrow import compare_run, expected_of
 from meshwright.verify.report import (
     Check,
     Report,
@@ -27,11 +27,15 @@ from meshwright.verify.report import (
 )
 
 
-def judge(run: RunSpec, steps: int, ranks: Sequence[Evidence], expected: Evidence) -> Report:
-    """Compare what the ranks computed with the reference and the predictions."""
+def judge(run: RunSpec, steps: int, ranks: Sequence[Evidence], expected: Evidence | None = None) -> Report:
+    """Compare what the ranks computed with the reference and the predictions.
+
+    expected: the reference's evidence where it is at hand; not in two-byte precisions, where it depends on the ranks.
+    """
+    assert expected is None or not is_narrow(run)
+    expected = expected or expected_of(run, steps, ranks)
     bound = bound_of(run)
-    names = [{t.name for t in tensors_on(run, run.layout, rank)} for rank in range(len(ranks))]
-    tensors = compare_tensors(ranks, expected, bound, least_sizes(run), lambda rank, name: name in names[rank])
+    tensors = compare_run(run, steps, ranks, expected)
     scalars = check_scalars(ranks, expected, bound)
     moved = _traffic(run, ranks)
     held = _states(run, ranks)

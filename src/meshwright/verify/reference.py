@@ -6,6 +6,8 @@ the strategies, the flat buffers or the trainer.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -20,10 +22,12 @@ from meshwright.verify.evidence import Evidence
 from meshwright.verify.unequal import UnequalData
 
 
-def reference(run: RunSpec, data: UnequalData | Dataset, steps: int) -> Evidence:
+def reference(run: RunSpec, data: UnequalData | Dataset, steps: int, ranks: Sequence[Evidence] = ()) -> Evidence:
     """Train the plain model for `steps` steps on the whole global batch. All evidence is float64.
 
-    The weights start as the run's master weights do: drawn in their dtype, then widened.
+    The weights start as the run's master weights do: drawn in their dtype, then widened. Given what `ranks` came to,
+    each update is made from their gradients, and each later step begins with their weights and moments, so that every
+    part of every step is judged by itself; see docs/decisions/narrow-bounds.md.
     """
     master = torch.promote_types(DTYPES[run.precision], torch.float32)
     model = build(run.model, attention=run.attention, loss=run.loss, dtype=master)
@@ -36,8 +40,22 @@ def reference(run: RunSpec, data: UnequalData | Dataset, steps: int) -> Evidence
     for name, parameter in model.named_parameters():
         evidence.keep("parameter", 0, name, parameter)
     for step in range(steps):
-        _step(run, model, adam, data, step, evidence)
+        if step:
+            take(ranks, step, "parameter", dict(model.named_parameters()))
+            for kind in ("exp_avg", "exp_avg_sq"):
+                take(ranks, step, kind, {name: adam.state[p][kind] for name, p in model.named_parameters()})
+        _step(run, model, adam, data, step, evidence, ranks)
     return evidence
+
+
+@torch.no_grad()
+def take(ranks: Sequence[Evidence], step: int, kind: str, own: Mapping[str, Tensor]) -> None:
+    """Make each of `own` what it was after `step` steps on the first of `ranks` that has it."""
+    for name, tensor in own.items():
+        key = f"{kind}/{step}/{name}"
+        found = next((each.tensors[key] for each in ranks if key in each.tensors), None)
+        if found is not None and found.shape == tensor.shape:  # else it is missing there, which is a difference
+            tensor.copy_(found)
 
 
 def _adamw(model: nn.Module, run: RunSpec) -> torch.optim.AdamW:
@@ -53,7 +71,13 @@ def _adamw(model: nn.Module, run: RunSpec) -> torch.optim.AdamW:
 
 
 def _step(
-    run: RunSpec, model: nn.Module, adam: torch.optim.AdamW, data: UnequalData | Dataset, step: int, evidence: Evidence
+    run: RunSpec,
+    model: nn.Module,
+    adam: torch.optim.AdamW,
+    data: UnequalData | Dataset,
+    step: int,
+    evidence: Evidence,
+    ranks: Sequence[Evidence],
 ) -> None:
     ids = data.ids(step, run.batch.sequences)
     _, targets = data.batch(ids)
@@ -67,11 +91,14 @@ def _step(
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     for name, gradient in gradients.items():
         evidence.keep("gradient", step + 1, name, gradient)
-    norm = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients.values()])))
+    norm = taken = _norm(gradients)
+    if ranks:
+        take(ranks, step + 1, "gradient", gradients)
+        taken = _norm(gradients)
     clip = run.optimizer.clip
-    if clip is not None and norm > clip:
+    if clip is not None and taken > clip:
         for gradient in gradients.values():
-            gradient.mul_(clip / norm)
+            gradient.mul_(clip / taken)
     for group in adam.param_groups:
         group["lr"] = lr_at(run, step)
     adam.step()
@@ -84,3 +111,7 @@ def _step(
             moment: Tensor = adam.state[parameter][kind]
             evidence.keep(kind, step + 1, name, moment)
     adam.zero_grad(set_to_none=True)
+
+
+def _norm(gradients: Mapping[str, Tensor]) -> float:
+    return float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients.values()])))

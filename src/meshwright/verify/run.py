@@ -18,10 +18,8 @@ from meshwright.spec.run import RunSpec
 from meshwright.train.launch import launch
 from meshwright.verify.evidence import Evidence
 from meshwright.verify.judge import judge
-from meshwright.verify.reference import reference
 from meshwright.verify.report import Report
 from meshwright.verify.small import small_run
-from meshwright.verify.unequal import proof_data
 
 RATES = ("embd_dropout", "attn_dropout", "resid_dropout")
 WORKER = "meshwright.verify.worker"
@@ -69,7 +67,7 @@ def verify(
         run = small_run(run)
     begins()
     ranks = run_ranks(run, steps, debug=debug, worker=worker)
-    return judge(run, steps, ranks, reference(run, proof_data(run), steps))
+    return judge(run, steps, ranks)
 
 
 def _in(precision: str, run: RunSpec) -> RunSpec:

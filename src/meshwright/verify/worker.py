@@ -9,6 +9,8 @@ import json
 import sys
 from pathlib import Path
 
+import torch
+
 from meshwright.comm import runtime
 from meshwright.comm.mesh import Mesh
 from meshwright.spec.load import load_run
@@ -49,7 +51,9 @@ def collect(run: RunSpec, mesh: Mesh, data: UnequalData | Dataset, steps: int) -
 def _keep_gradients(trainer: Trainer, evidence: Evidence, step: int, divisor: float) -> None:
     with trainer.mesh.ledger.aside():
         for placement, gradient in trainer.sharded.named_gradients():
-            evidence.keep("gradient", step, placement.name, gradient / divisor)
+            # A mean may be too small for float16.
+            wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+            evidence.keep("gradient", step, placement.name, wide / divisor)
 
 
 def _keep_moments(trainer: Trainer, evidence: Evidence, step: int) -> None:
