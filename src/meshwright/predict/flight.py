@@ -6,9 +6,11 @@ which the last are smaller or empty. Two things are asked:
 
 - what is kept at the fullest moment, which is behind a forward; and
 - for the backward of a micro-batch on a stage, the most that there is beside it: what the others in flight keep, the
-  buffers of receives that are posted and not used yet, and with zero_gather=step the units of the rank's other stages.
+  buffers of receives that are posted and not used yet, what has been sent and is not let go, and with zero_gather=step
+  the units of the rank's other stages.
 
-An output that has been sent is gone: backward needs its graph alone.
+Backward needs the graph of an output, not the output, and nobody needs a gradient that is sent. On the CPU large ones
+are let go when they have left; small ones, and all of an accelerator's, at the end of the step (comm/outbox.py).
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ from meshwright.spec.stages import Stage
 
 CONSUMED = {"forward": "recv_activations", "backward": "recv_gradients", "backward_input": "recv_gradients"}
 """The receive whose buffer a computing action uses."""
+WATCHED = 1 << 18
+"""Bytes from which on a message that has left is let go at once: see comm/outbox.py, which counts alike."""
 ENDS = ("backward", "backward_weight")
 """Actions behind which a micro-batch keeps nothing."""
 
@@ -38,7 +42,7 @@ class Load:
     """What a rank holds beside a micro-batch of size `micro` whose backward on `stage` begins, where that is most.
 
     others: micro-batches in flight beside it, one that is on two stages counted twice. Bytes: `activations` of these,
-    `received` of posted receives, `gathered` units of other stages.
+    `received` of posted receives, `sent` messages that are not let go, `gathered` units of other stages.
     """
 
     stage: Stage
@@ -46,11 +50,12 @@ class Load:
     others: int
     activations: int
     received: int
+    sent: int
     gathered: int
 
     @property
     def total(self) -> int:
-        return self.activations + self.received + self.gathered
+        return self.activations + self.received + self.sent + self.gathered
 
 
 def kept_at_once(run: RunSpec, layout: Layout, rank: int, *, cpu: bool = True) -> list[Saved]:
@@ -147,7 +152,7 @@ class Flight:
     def _loads(self) -> Iterator[Load]:
         """That beside each backward, in order."""
         away = self.layout.offload == "activations"
-        flying = kept = received = 0
+        flying = kept = received = sent = 0
         hidden = [hidden_bytes(self.run, self.layout, micro) for micro in self.micros]
         posted: set[tuple[str, int, int]] = set()
         gathered = _Gathered(self)
@@ -159,9 +164,11 @@ class Flight:
             elif (message := (CONSUMED.get(kind, ""), stage, micro)) in posted:
                 posted.remove(message)
                 received -= hidden[micro]
+            elif kind.startswith("send") and not (self.cpu and hidden[micro] >= WATCHED):
+                sent += hidden[micro]
             if kind in ("backward", "backward_input"):
                 beside = gathered.beside(stage)
-                yield Load(self.stages[stage], self.micros[micro], flying - 1, kept - mine, received, beside)
+                yield Load(self.stages[stage], self.micros[micro], flying - 1, kept - mine, received, sent, beside)
             if kind == "forward":
                 flying, kept = flying + 1, kept + mine
                 gathered.forward(stage)

@@ -59,7 +59,7 @@ class Moment:
     whole parameters at ZeRO 3. reductions: see predict/reductions.py. fresh gradients: one parameter's before it is
     copied into its buffer, and a tied weight's from the head on, until it meets the embedding's. temporaries:
     gradients of activations, and what else a single layer holds for a moment. On pipeline ranks also receive buffers:
-    of messages that are not used yet.
+    of messages that are not used yet; and sent messages: that are not let go yet.
     """
 
     what: str
@@ -116,10 +116,11 @@ def loss_workspace(
 def moments(run: RunSpec, layout: Layout, sequences: int, *, cpu: bool) -> Iterator[Moment]:
     """Those of a micro-batch of `sequences` sequences and of the update after it, on the CPU or an accelerator; of the
     whole model."""
-    model = whole(run.model)
+    model, micro = whole(run.model), (sequences, run.data.seq_len)
+    kept = _kept(run, layout, micro, (model,)) if cpu else None
     if sequences or (layout.zero == 3 and shards(layout) > 1):
-        yield from _Step(run, layout, (sequences, run.data.seq_len), model, (model,), cpu).backward()
-    yield _update(run, layout, sequences, (model,), cpu)
+        yield from _Step(run, layout, micro, model, (model,), kept).backward()
+    yield _update(run, layout, (model,), kept)
 
 
 def moments_on(run: RunSpec, layout: Layout, rank: int, *, cpu: bool) -> Iterator[Moment]:
@@ -131,10 +132,11 @@ def moments_on(run: RunSpec, layout: Layout, rank: int, *, cpu: bool) -> Iterato
         yield from moments(run, layout, most, cpu=cpu)
         return
     stages = stages_on(run, layout, rank)
+    kept = _kept(run, layout, (most, run.data.seq_len), stages) if cpu else None
     for load in Flight(run, layout, rank, cpu=cpu).heaviest():
-        for moment in _Step(run, layout, load.micro, load.stage, stages, cpu).backward():
+        for moment in _Step(run, layout, load.micro, load.stage, stages, kept).backward():
             yield _with(moment, load)
-    yield _update(run, layout, most, stages, cpu)
+    yield _update(run, layout, stages, kept)
 
 
 def _with(moment: Moment, load: Load) -> Moment:
@@ -143,19 +145,20 @@ def _with(moment: Moment, load: Load) -> Moment:
     lines = {name: size + more.get(name, 0) for name, size in moment.lines.items()}
     number = load.others + 1
     what = f"{moment.what}, {number} micro-batch{'es' * (number != 1)} in flight"
-    return Moment(what, lines | {"receive buffers": load.received})
+    return Moment(what, lines | {"receive buffers": load.received, "sent messages": load.sent})
 
 
 class _Step:
     """The moments of a micro-batch's backward on one stage, one by one, and the sizes that they share, in bytes.
 
-    stages: all of the rank.
+    stages: all of the rank. kept: on the CPU, bytes of the buffers that are kept for reductions.
     """
 
     def __init__(
-        self, run: RunSpec, layout: Layout, micro: Micro, stage: Stage, stages: Sequence[Stage], cpu: bool
+        self, run: RunSpec, layout: Layout, micro: Micro, stage: Stage, stages: Sequence[Stage], kept: int | None
     ) -> None:
         sequences, self.seq = micro
+        cpu = kept is not None
         self.run, self.layout, self.spec, self.stage = run, layout, run.model, stage
         self.tokens, tp = sequences * (self.seq // layout.cp), layout.tp
         self.size = DTYPE_BYTES[run.precision]
@@ -174,8 +177,8 @@ class _Step:
         if layout.cp > 1 and sequences:
             it = Attention.of(self.spec, layout, batch=sequences, seq=self.seq, dtype_bytes=self.size)
             self.passing = beside(it, cpu=cpu) + mask(it, packed=run.data.packing == "documents")
-        self.kept = _kept(run, layout, micro, stages) if cpu else None
-        self.wholes = reductions.wholes(run, layout, stage)
+        self.kept = kept
+        self.wholes, self.waiting = reductions.wholes(run, layout, stage), reductions.waiting(run, layout, stage)
         # Of the other stages the last reductions may still be under way.
         self.elsewhere = sum(
             reductions.on_their_way(run, layout, reductions.wholes(run, layout, other), None)
@@ -216,9 +219,13 @@ class _Step:
     def loss(self) -> Moment:
         tp = self.layout.tp
         workspace = loss_workspace(self.spec, tokens=self.tokens, dtype_bytes=self.size, loss=self.run.loss, tp=tp)
-        by_step = self.layout.zero_gather == "step"
-        stay = range(self.last + 1) if by_step else self.tied | {self.last}
-        return self._moment("loss", self.last, {"activations": self.alive.everything, **workspace}, gathered=stay)
+        lines = {"activations": self.alive.everything, **workspace}
+        if self.layout.zero_gather == "step":
+            return self._moment("loss", self.last, lines, gathered=range(self.last + 1))
+        here: Collection[int] = self.tied | {self.last}
+        if not self.stage.whole and self.run.loss == "full":  # in backward, which has gathered them again
+            here = self._of_head
+        return self._moment("loss", self.last, lines, gathered=here)
 
     def head(self) -> Moment:
         lines = {
@@ -227,7 +234,12 @@ class _Step:
             "fresh gradients": self.table,
             "temporaries": self.whole + self._scattered,
         }
-        return self._moment("head", self.last, lines)
+        return self._moment("head", self.last, lines, gathered=None if self.stage.whole else self._of_head)
+
+    @property
+    def _of_head(self) -> Collection[int]:
+        """Places of the units that are whole while backward of a pipeline's last stage is in its head."""
+        return self._gathered(self.last) if not self.tied or self.layout.zero_gather == "step" else self.tied
 
     def final_norm(self) -> Moment:
         # On the CPU, RMSNorm's backward has about four copies of the hidden states, in float32 at least.
@@ -327,6 +339,7 @@ class _Step:
             found["reductions"] = self.elsewhere + reductions.on_their_way(
                 self.run, self.layout, self.wholes, None if what == "loss" else left
             )
+            found["reductions"] += self.waiting if what not in ("loss", "head") else 0
         if tied and self.tied and self.stage.whole:  # in a pipeline each end has its own
             found["fresh gradients"] += self.table
         return Moment(what, found)
@@ -340,9 +353,7 @@ class _Step:
         index = place - self.block[self.stage.start]
         first = place - (index % self.region if 0 <= index < len(self.stage.blocks) else 0)
         near = set(range(max(first - self.layout.zero_ahead, 0), place + 1)) - self.lookup
-        if self.stage.whole or (self.stage.last and place == self.last):
-            return self.tied | near
-        return near - self.tied
+        return self.tied | near if self.stage.whole else near - self.tied  # each end of a pipeline uses its table once
 
     def _block(self, index: int) -> str:
         return f"model.layers.{index}" if self.llama else f"transformer.h.{index}"
@@ -360,10 +371,9 @@ def _kept(run: RunSpec, layout: Layout, micro: Micro, stages: Sequence[Stage]) -
     return reductions.kept(run, layout, others, stages)
 
 
-def _update(run: RunSpec, layout: Layout, sequences: int, stages: Sequence[Stage], cpu: bool) -> Moment:
+def _update(run: RunSpec, layout: Layout, stages: Sequence[Stage], kept: int | None) -> Moment:
     part = 0
     if gradient_bytes(run) < master_bytes(run):
         largest = max(size for stage in stages for size in padded(run, layout, stage).values())
         part = min(largest // shards(layout), WIDENED) * master_bytes(run)
-    kept = _kept(run, layout, (sequences, run.data.seq_len), stages) if cpu else 0
-    return Moment("update", dict.fromkeys(LINES, 0) | {"reductions": kept, "temporaries": part})
+    return Moment("update", dict.fromkeys(LINES, 0) | {"reductions": kept or 0, "temporaries": part})

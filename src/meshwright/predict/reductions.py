@@ -29,17 +29,19 @@ def kept(
     """
     pool = _Pool()
     micros = micro_steps(run.batch.sequences, layout.data_ranks, run.batch.micro) if layout.zero >= 2 else 1
-    orders = [wholes(run, layout, stage) for stage in reversed(stages)]
+    orders = [(wholes(run, layout, stage), waiting(run, layout, stage)) for stage in reversed(stages)]
     for _ in range(3):
         under_way: list[deque[list[int]]] = [deque() for _ in orders]
         for _ in range(min(micros, 2)):
-            for order, mine in zip(orders, under_way, strict=True):
+            for (order, early), mine in zip(orders, under_way, strict=True):
                 while mine:  # backward begins by ending what the last one left
                     pool.give(mine.popleft())
-                for size in order:
+                waits = [pool.take(early)] if early else []
+                for place, size in enumerate(order):
                     for together in others:
                         pool.give([pool.take(need) for need in together])
-                    _reduce(run, layout, size, pool, mine)
+                    lent = waits if waits and place == len(order) - 1 else None
+                    _reduce(run, layout, size, pool, mine, lent)
         for mine in under_way:
             while mine:
                 pool.give(mine.popleft())
@@ -65,9 +67,20 @@ def wholes(run: RunSpec, layout: Layout, stage: Stage | None = None) -> list[int
     return [size * reduce_bytes(run) for size in reversed(padded(run, layout, stage).values())]
 
 
-def _reduce(run: RunSpec, layout: Layout, size: int, pool: _Pool, under_way: deque[list[int]]) -> None:
-    """One reduction as parallel/reducer.py goes about it."""
-    lent = [pool.take(size)] if layout.zero >= 2 else []
+def waiting(run: RunSpec, layout: Layout, stage: Stage | None) -> int:
+    """Bytes of whole gradients that are lent from a stage's head on, for a unit whose turn to be reduced is the last:
+    those of a tied table on a pipeline's last stage, at ZeRO 2 and 3."""
+    if layout.zero < 2 or stage is None or stage.whole or not (stage.last and run.model.is_tied):
+        return 0
+    return wholes(run, layout, stage)[-1]
+
+
+def _reduce(
+    run: RunSpec, layout: Layout, size: int, pool: _Pool, under_way: deque[list[int]], lent: list[int] | None
+) -> None:
+    """One reduction as parallel/reducer.py goes about it. lent: where its whole gradients are there already."""
+    if lent is None:
+        lent = [pool.take(size)] if layout.zero >= 2 else []
     scatters = layout.zero > 0 and shards(layout) > 1
     narrows = layout.zero < 2 and reduce_bytes(run) != gradient_bytes(run)
     if not (lent or scatters or narrows):
