@@ -215,3 +215,16 @@ def test_saved_tensors_add_up(spec: ModelSpec, pipeline: dict[str, Any]) -> None
     else:
         assert {row.what for row in more} == {"mask, shared by all layers"}
         assert {int(row.where.split(".")[2]) for row in more} == {stage.start for stage in stages if stage.start}
+
+
+def test_each_stage_looks_up_the_rotary_rows_that_its_blocks_share() -> None:
+    stages = stages_of(LLAMA, Layout(dp=1, pp=3), 16)
+    for packed, cp in ((True, 1), (False, 2)):
+        for stage in stages:
+            rows = activations.saved(LLAMA, Layout(dp=1, cp=cp), batch=2, seq=16, packed=packed, stage=stage)
+            where = [
+                row.where
+                for row in rows
+                if row.what in ("cos at the tokens' positions", "sin at the tokens' positions")
+            ]
+            assert where == [f"model.layers.{stage.start}.self_attn"] * 2

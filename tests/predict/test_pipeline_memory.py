@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from meshwright.comm import outbox
 from meshwright.predict.activations import saved, total
-from meshwright.predict.flight import Flight, kept_at_once, micros_at_once
+from meshwright.predict.flight import WATCHED, Flight, kept_at_once, micros_at_once
 from meshwright.predict.memory import memory
 from meshwright.predict.modes import fit, largest, largest_micro, modes
 from meshwright.predict.peak import moments_on
@@ -88,6 +89,19 @@ def test_micro_batches_count_by_their_own_sizes() -> None:
     assert kept(run, three, 1) == of_stage(run, three, 0, 3) + total(saved(LLAMA, batch=1, seq=1, stage=first))
 
 
+def test_of_moments_that_keep_as_much_the_first_is_told() -> None:
+    """1f1b goes on keeping as much; what a measurement finds first is what is compared with it, tensor by tensor."""
+    assert Flight(run_of(8), pipeline(), 1, cpu=True).fullest == ((1, 0), (1, 1), (1, 2))
+
+
+def test_what_is_empty_is_never_in_flight() -> None:
+    """Of three data ranks the last has two sequences, and nothing in the second micro-batch of two."""
+    run, layout = run_of(8, micro=2), pipeline(dp=3)  # three, three and two sequences
+    assert [micro for _, micro in Flight(run, layout, 2, cpu=True).fullest] == [0]
+    assert micros_at_once(run, layout, 2) == [(2, 16)]
+    assert {load.micro for load in Flight(run, layout, 2, cpu=True).heaviest()} == {(2, 16)}
+
+
 def test_recompute_keeps_the_inputs_of_a_stages_regions() -> None:
     """GPipe as in its paper: of each micro-batch its input alone, where a stage is one region."""
     run = run_of(16)
@@ -114,6 +128,20 @@ def test_the_load_beside_a_backward() -> None:
     assert load.received == HIDDEN and load.gathered == 0
     (naive,) = Flight(run, pipeline(pp_schedule="naive"), 1, cpu=True).heaviest()
     assert (naive.others, naive.activations) == (0, 0)
+
+
+def test_messages_that_have_left_are_counted_until_they_are_let_go() -> None:
+    """Small ones, and an accelerator's, at the end of the step: at a late backward of the last stage six gradients have
+    been sent, and a last input is asked for. Large ones on the CPU at once."""
+    assert WATCHED == outbox.LARGE
+    small, layout = run_of(8), pipeline()
+    for cpu in (True, False):
+        (last,) = Flight(small, layout, 3, cpu=cpu).heaviest()
+        assert (last.sent, last.received) == (6 * HIDDEN, HIDDEN)
+    large = run_of(8 * 256, micro=256)
+    assert 256 * HIDDEN == WATCHED
+    (here,), (there,) = (Flight(large, layout, 3, cpu=cpu).heaviest() for cpu in (True, False))
+    assert (here.sent, there.sent) == (0, 6 * WATCHED)
 
 
 def test_with_zero_gather_step_the_other_stages_units_are_there() -> None:
@@ -183,7 +211,7 @@ def test_a_rank_holds_its_stages_and_no_more() -> None:
     whole = memory(run, Layout(dp=1), 0)
     held = [memory(run, pipeline(pp_split="layers"), rank) for rank in range(4)]
     assert all(whole.states / 5 < rank.states < whole.states / 3.3 for rank in held)
-    first, second, third, last = (rank.categories["activations"] for rank in held)
+    first, second, third, _ = (rank.categories["activations"] for rank in held)
     assert first > second > third and whole.categories["activations"] < 1.2 * first
     assert memory(run, pipeline(pp_schedule="gpipe"), 0).total > held[0].total
 

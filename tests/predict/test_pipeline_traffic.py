@@ -175,7 +175,7 @@ def test_everyone_agrees_on_the_step(layout: dict[str, Any], axes: str) -> None:
 
 
 def test_tensor_ranks_sum_up_once_a_stage() -> None:
-    """With sequence parallelism: positions and two blocks' norms and row biases, the same of the others and the norm."""
+    """With sequence parallelism: positions and two blocks' norms and row biases; of the others these, and the norm."""
     run = run_of(8)
     block = 6 * 8
     layout: dict[str, Any] = {"pp": 2, "tp": 2, "sp": True}
@@ -196,6 +196,8 @@ def test_recompute_sends_again_by_the_regions_of_stages() -> None:
     assert [rows(run, rank, **fields, pp=2, pp_split="layers")[key][0] for rank in (0, 2)] == [1, 1]
     assert rows(run, 0, **fields, pp=2, pp_split=(3, 1))[key][0] == 2
     assert key not in rows(run, 2, **fields, pp=2, pp_split=(3, 1))
+    # Two stages of a block each are two regions, though a rank has both.
+    assert key not in rows(run, 0, **fields, pp=2, pp_schedule="interleaved", pp_chunks=2)
 
 
 def test_too_many_micro_batches_for_rows_are_refused() -> None:
