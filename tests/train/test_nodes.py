@@ -6,27 +6,15 @@ import itertools
 import os
 import re
 import signal
-import socket
 import time
 
 import pytest
-from tests.train.commands import Command, lines, running, text
+from tests.train.commands import Command, free_port, lines, listening, running, text
 
 from meshwright.spec.errors import UserError
 from meshwright.train import folders
 from meshwright.train.lock import HeldError, locked
 from meshwright.train.nodes import Nodes
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
-def listening(port: int) -> bool:
-    with socket.socket() as tried:
-        return tried.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.mark.timeout(400)  # ranks start six times, and machines are shared
