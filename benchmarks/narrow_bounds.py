@@ -66,7 +66,7 @@ def measured(rank: int, seeds: int) -> None:
                     compare(run, ranks, ratios, farthest.setdefault(run.precision, [0.0, 0.0]))
     if rank == 0:
         every = torch.tensor(ratios)
-        print(f"{torch.backends.cpu.get_cpu_capability()}, {seeds} seeds, {len(ratios)} gradients over a quarter of the bound")
+        print(f"{torch.backends.cpu.get_cpu_capability()}, seeds: {seeds}, gradients over a quarter: {len(ratios)}")
         quantiles = ", ".join(f"{every.quantile(q):.2f}" for q in (0.5, 0.99, 1.0))
         print(f"ratio: median, 99 of 100, most: {quantiles}")
         for precision, (layouts, one) in farthest.items():
