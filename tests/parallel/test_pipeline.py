@@ -10,14 +10,14 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshwright.comm.mesh import Mesh, _rounds
-from meshwright.comm.outbox import LARGE
 from meshwright.parallel.pipeline import Pipeline
 from meshwright.schedule import make
 from meshwright.schedule.actions import Schedule
 from meshwright.spec.errors import UserError
+from meshwright.spec.traffic import SENT_TOGETHER
 
 SHAPE = (2, 3, 4)
-LARGE_SHAPE = (2, LARGE // 64, 4)  # float64: a message that is watched
+LARGE_SHAPE = (2, SENT_TOGETHER // 64, 4)  # float64: a message that is looked after at once
 
 
 class Chain:

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.comm import outbox
 from meshwright.predict.activations import saved, total
-from meshwright.predict.flight import WATCHED, Flight, kept_at_once, micros_at_once
+from meshwright.predict.flight import Flight, kept_at_once, micros_at_once
 from meshwright.predict.memory import memory
 from meshwright.predict.modes import fit, largest, largest_micro, modes
 from meshwright.predict.peak import moments_on
@@ -21,6 +20,7 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.presets import PRESETS
 from meshwright.spec.run import Batch, Checkpoint, Data, RunSpec
+from meshwright.spec.traffic import SENT_TOGETHER
 
 LLAMA = ModelSpec(family="llama", vocab=33, hidden=16, layers=8, heads=4, kv_heads=2, ffn=24, max_seq=32)
 HIDDEN = 16 * 16 * 4  # bytes of a micro-batch of one sequence
@@ -131,17 +131,17 @@ def test_the_load_beside_a_backward() -> None:
 
 
 def test_messages_that_have_left_are_counted_until_they_are_let_go() -> None:
-    """Small ones, and an accelerator's, at the end of the step: at a late backward of the last stage six gradients have
-    been sent, and a last input is asked for. Large ones on the CPU at once."""
-    assert WATCHED == outbox.LARGE
+    """At a late backward of the last stage six gradients have been sent, and a last input is asked for. On the CPU
+    small ones stay until they are as many bytes as one that goes at once; an accelerator has the last two."""
     small, layout = run_of(8), pipeline()
-    for cpu in (True, False):
-        (last,) = Flight(small, layout, 3, cpu=cpu).heaviest()
-        assert (last.sent, last.received) == (6 * HIDDEN, HIDDEN)
+    (here,), (there,) = (Flight(small, layout, 3, cpu=cpu).heaviest() for cpu in (True, False))
+    assert (here.sent, here.received) == (6 * HIDDEN, HIDDEN) and there.sent == 2 * HIDDEN
     large = run_of(8 * 256, micro=256)
-    assert 256 * HIDDEN == WATCHED
+    assert 256 * HIDDEN == SENT_TOGETHER
     (here,), (there,) = (Flight(large, layout, 3, cpu=cpu).heaviest() for cpu in (True, False))
-    assert (here.sent, there.sent) == (0, 6 * WATCHED)
+    assert (here.sent, there.sent) == (0, 2 * SENT_TOGETHER)
+    middling = run_of(8 * 100, micro=100)  # the third of them makes them many enough
+    assert {load.sent for load in Flight(middling, layout, 3, cpu=True).heaviest()} <= {0, 100 * HIDDEN, 200 * HIDDEN}
 
 
 def test_with_zero_gather_step_the_other_stages_units_are_there() -> None:

@@ -21,7 +21,7 @@ schedule leaves it time. Each direction between two ranks has a communicator of 
 own for activations and one for gradients; schedule/check.py proves that no order of theirs can end in a deadlock.
 
 Between a forward and its backward a stage keeps what autograd saved, and the root of its graph, not the output itself:
-that is let go when it has left (on an accelerator at the end of the step). Stages on one rank hand tensors over.
+that is let go when it has left (on an accelerator two messages later). Stages on one rank hand tensors over.
 
 Memory a rank: the parameters and states of its stages only; activations of as many micro-batches as the schedule has in
 flight there at most (GPipe: all m; 1F1B: min(m, p − s)).
@@ -109,7 +109,7 @@ class Pipeline:
                 self._activations[stage] = ways[source, target, "activations"]
                 self._gradients[stage + 1] = ways[target, source, "gradients"]
         self._flights: dict[tuple[int, int | None], _Flight] = {}  # by stage and micro-batch
-        self._outbox = Outbox(watched=mesh.device.type == "cpu" and not mesh.checked)
+        self._outbox = Outbox("nobody" if mesh.checked else "thread" if mesh.device.type == "cpu" else "stream")
 
     def run(self, passes: Passes) -> None:
         """Do all actions of a step up to the optimizer's, which is the caller's."""
@@ -228,7 +228,7 @@ class Pipeline:
     def _send(self, way: Group, tensor: Tensor, what: str, micro: int) -> None:
         reason, phase = f"pp.{what}", _PHASES[what]
         sent = way.send(tensor, 1 - way.rank, reason=reason, phase=phase, micro=micro, async_=True)
-        self._outbox.post(sent, tensor.numel() * tensor.element_size())
+        self._outbox.post(sent, way, tensor.numel() * tensor.element_size())
 
     def _receive(self, way: Group, tensor: Tensor, what: str, micro: int) -> Pending:
         return way.recv(tensor, 1 - way.rank, reason=f"pp.{what}", phase=_PHASES[what], micro=micro, async_=True)

@@ -44,6 +44,7 @@ class Stay:
         self.gather: Pending | None = None
         self.left: set[nn.Module] = set()  # entries that this forward has left
         self.used = False  # in this micro-batch
+        self.passed = False  # this pass has come to it
         self.done = False  # backward has been through
 
     @property
@@ -94,7 +95,7 @@ class Residency:
         self._micro, self._backward, self._apart = micro, False, False
         self._computed.clear()
         for stay in self._order:
-            stay.used = stay.done = False
+            stay.used = stay.done = stay.passed = False
             stay.left.clear()  # a forward need not use all of them, and a recompute ends before it has left the last
 
     def begin_pass(self, micro: int, *, backward: bool, keep: bool) -> None:
@@ -104,7 +105,7 @@ class Residency:
         self._micro, self._backward, self._apart = micro, backward, True
         self._computed.clear()
         for stay in self._order:
-            stay.done = False
+            stay.done = stay.passed = False
             stay.left.clear()
 
     def end_pass(self) -> None:
@@ -113,15 +114,21 @@ class Residency:
             self.free_all()
         self._keep_forward = self._keep_backward = False
         self._backward, self._micro = False, None
+        self._nowhere_yet()
 
     def end(self) -> None:
         """The micro-batch's backward is over: free what it left behind, unless told to keep."""
         keep, self._keep_forward, self._keep_backward = self._keep_backward, False, False
         self._backward, self._micro = False, None
         for stay in self._order:
-            stay.used = False
+            stay.used = stay.passed = False
         if not keep:
             self.free_all()
+
+    def _nowhere_yet(self) -> None:
+        """The next pass has come to no unit."""
+        for stay in self._order:
+            stay.passed = False
 
     def forget(self, unit: Unit) -> None:
         """Free one unit, whose shards have changed."""
@@ -150,6 +157,7 @@ class Residency:
 
     def _enter(self, stay: Stay, module: nn.Module, *_: Any) -> None:
         stay.entered.add(module)
+        stay.passed = True
         self._ask(stay)
         if self._backward:  # it is computed again
             self._computed.add(stay)
@@ -157,7 +165,7 @@ class Residency:
         else:
             place = self._place[stay]
             for following in self._order[place + 1 : place + 1 + self.ahead]:
-                if not following.used:
+                if not following.passed:
                     self._ask(following)
         self._await(stay)
         stay.used = stay.used or torch.is_grad_enabled()  # an evaluation in between must not hide a use elsewhere
@@ -181,6 +189,7 @@ class Residency:
     def _forward_ends(self, *_: Any) -> None:
         if not (torch.is_grad_enabled() or self._backward or self._keep_forward):
             self.free_all()
+            self._nowhere_yet()
 
     # -- backward ---------------------------------------------------------------------------------------------
 

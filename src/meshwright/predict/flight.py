@@ -9,12 +9,13 @@ which the last are smaller or empty. Two things are asked:
   buffers of receives that are posted and not used yet, what has been sent and is not let go, and with zero_gather=step
   the units of the rank's other stages.
 
-Backward needs the graph of an output, not the output, and nobody needs a gradient that is sent. On the CPU large ones
-are let go when they have left; small ones, and all of an accelerator's, at the end of the step (comm/outbox.py).
+Backward needs the graph of an output, not the output, and nobody needs a gradient that is sent. On the CPU messages are
+let go when they have left, small ones together; an accelerator keeps the last two of each way (comm/outbox.py).
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,11 +29,10 @@ from meshwright.spec.batch import largest_micro
 from meshwright.spec.layout import Layout
 from meshwright.spec.run import RunSpec
 from meshwright.spec.stages import Stage
+from meshwright.spec.traffic import SENT_AT_ONCE, SENT_TOGETHER
 
 CONSUMED = {"forward": "recv_activations", "backward": "recv_gradients", "backward_input": "recv_gradients"}
 """The receive whose buffer a computing action uses."""
-WATCHED = 1 << 18
-"""Bytes from which on a message that has left is let go at once: see comm/outbox.py, which counts alike."""
 ENDS = ("backward", "backward_weight")
 """Actions behind which a micro-batch keeps nothing."""
 
@@ -152,7 +152,8 @@ class Flight:
     def _loads(self) -> Iterator[Load]:
         """That beside each backward, in order."""
         away = self.layout.offload == "activations"
-        flying = kept = received = sent = 0
+        flying = kept = received = 0
+        sent = _Sent(self.cpu)
         hidden = [hidden_bytes(self.run, self.layout, micro) for micro in self.micros]
         posted: set[tuple[str, int, int]] = set()
         gathered = _Gathered(self)
@@ -164,17 +165,38 @@ class Flight:
             elif (message := (CONSUMED.get(kind, ""), stage, micro)) in posted:
                 posted.remove(message)
                 received -= hidden[micro]
-            elif kind.startswith("send") and not (self.cpu and hidden[micro] >= WATCHED):
-                sent += hidden[micro]
+            elif kind.startswith("send"):
+                sent.add((kind, stage), hidden[micro])
             if kind in ("backward", "backward_input"):
                 beside = gathered.beside(stage)
-                yield Load(self.stages[stage], self.micros[micro], flying - 1, kept - mine, received, sent, beside)
+                yield Load(
+                    self.stages[stage], self.micros[micro], flying - 1, kept - mine, received, sent.bytes, beside
+                )
             if kind == "forward":
                 flying, kept = flying + 1, kept + mine
                 gathered.forward(stage)
             elif kind in ENDS:
                 flying, kept = flying - 1, kept - mine
                 gathered.backward(stage)
+
+
+class _Sent:
+    """Bytes of messages that are not let go: see comm/outbox.py."""
+
+    def __init__(self, cpu: bool) -> None:
+        self._cpu = cpu
+        self._small = 0
+        self._ways: dict[tuple[str, int], deque[int]] = {}
+
+    def add(self, way: tuple[str, int], size: int) -> None:
+        self._small += size
+        if self._small >= SENT_TOGETHER:
+            self._small = 0
+        self._ways.setdefault(way, deque(maxlen=SENT_AT_ONCE)).append(size)
+
+    @property
+    def bytes(self) -> int:
+        return self._small if self._cpu else sum(map(sum, self._ways.values()))
 
 
 class _Gathered:

@@ -20,6 +20,10 @@ Operation = Literal[
 ]
 Phase = Literal["forward", "recompute", "backward", "step"]
 SMALL_SUM = 1 << 17  # bytes; see lent_to_sum
+SENT_TOGETHER = 1 << 18
+"""Bytes of messages that are let go together on the CPU: to look after a smaller one takes longer than to send it."""
+SENT_AT_ONCE = 2
+"""Messages of one way that an accelerator has under way before it waits for the oldest."""
 
 
 @dataclass(frozen=True, slots=True)
