@@ -160,6 +160,7 @@ def refused(mesh):
 
 
 def test_what_the_engine_cannot_run_is_refused(ranks):
+    """All is asserted on the ranks, whose failures `run` raises."""
     ranks.run(2, refused, axes={"pp": 2})
 
 

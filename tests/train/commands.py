@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import socket
@@ -14,7 +16,10 @@ from pathlib import Path
 
 import torch
 
+from meshwright.spec.run import RunSpec
 from meshwright.train import checkpoint, folders
+from meshwright.train.loop import Loop
+from meshwright.train.signals import StopFlag
 
 FIELDS = [
     "model={layers: 1, hidden: 16, heads: 2, kv_heads: 1, ffn: 24}",
@@ -122,3 +127,13 @@ def parameters(folder: Path, step: int) -> dict[str, torch.Tensor]:
 def lines(folder: Path, split: str = "train") -> list[dict]:
     found = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     return [line for line in found if line["split"] == split]
+
+
+def last_words(mesh, run: RunSpec, folder: Path) -> str:
+    """What the command does on a rank, without a process of its own; what it says at the end."""
+    os.chdir(folder)
+    with StopFlag() as stop, contextlib.redirect_stdout(io.StringIO()) as out:
+        loop = Loop(run, mesh, stop, quiet=True)
+        assert loop.run() == 0
+        loop.farewell()
+    return out.getvalue()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import io
 import json
 import os
 import time
@@ -25,6 +23,7 @@ from meshwright.train.postmortem import doing
 from meshwright.train.signals import StopFlag
 from meshwright.train.state import Counts
 from meshwright.train.trainer import Totals, Trainer, Update
+from train.commands import last_words
 
 FIELDS = [
     "model={layers: 1, hidden: 16, heads: 2, kv_heads: 1, ffn: 24}",
@@ -162,15 +161,6 @@ def test_a_run_whose_last_save_failed_has_failed(folder, ranks, who, background)
         assert error.startswith("all steps are done, but the last checkpoint is missing: run/checkpoints/step-00000005")
         assert error.endswith("; run/checkpoints has steps 3, 4 still; mend that and give the same command again")
     assert sorted(os.listdir("run/checkpoints")) == ["latest", "step-00000003", "step-00000004"]
-
-
-def last_words(mesh, run: RunSpec, folder: Path) -> str:
-    os.chdir(folder)
-    with StopFlag() as stop, contextlib.redirect_stdout(io.StringIO()) as out:
-        loop = Loop(run, mesh, stop, quiet=True)
-        assert loop.run() == 0
-        loop.farewell()
-    return out.getvalue()
 
 
 @pytest.mark.parametrize(("every", "said"), [(1, "run/checkpoints"), (0, "none, as checkpoint.every=0 asks")])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import re
@@ -17,10 +15,8 @@ import pytest
 import torch
 
 from meshwright.spec.load import load_run
-from meshwright.spec.run import RunSpec
 from meshwright.train import checkpoint, folders
-from meshwright.train.loop import Loop
-from meshwright.train.signals import StopFlag
+from train.commands import last_words
 
 FIELDS = [
     "model={layers: 1, hidden: 16, heads: 2, kv_heads: 1, ffn: 24}",
@@ -111,16 +107,6 @@ def test_an_interrupted_run_goes_on_to_the_same_numbers(folder, tmp_path_factory
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def life(mesh, run: RunSpec, folder: Path) -> str:
-    """What the command does on a rank; its last words."""
-    os.chdir(folder)
-    with StopFlag() as stop, contextlib.redirect_stdout(io.StringIO()) as out:
-        loop = Loop(run, mesh, stop, quiet=True)
-        assert loop.run() == 0
-        loop.farewell()
-    return out.getvalue()
-
-
 def test_context_ranks_train_what_one_device_does(folder, ranks):
     """Packed texts; two steps, then the command again: the same losses, sample and checkpoint, whatever cp is."""
     (folder / "shelf").mkdir()
@@ -128,9 +114,11 @@ def test_context_ranks_train_what_one_device_does(folder, ranks):
         (folder / "shelf" / f"{index}.txt").write_text(f"text {index}: " + f"{index * index} " * (index % 9))
     fields = ["data={path: shelf, seq_len: 16, packing: documents}", "precision=float64", "device=cpu"]
     fields += ["lr_schedule.decay=constant", "lr_schedule.decay_steps=0", "validation.every=2"]
-    (alone,) = ranks.run(1, life, load_run(None, [*FIELDS, *fields, "layout.dp=1", "steps=4", "out=alone"]), folder)
+    (alone,) = ranks.run(
+        1, last_words, load_run(None, [*FIELDS, *fields, "layout.dp=1", "steps=4", "out=alone"]), folder
+    )
     run = load_run(None, [*FIELDS, *fields, "layout={dp: 1, cp: 2}", "steps=2"])
-    ranks.run(2, life, run, folder, axes={"cp": 2})
+    ranks.run(2, last_words, run, folder, axes={"cp": 2})
     code, out, err = finish(start(folder, *fields, "layout={dp: 1, cp: 2}", "steps=4"))
     assert code == 0 and "layout   cp=2, ring in zigzag parts: 2 ranks, float64" in err, err
     assert "resumed after step 2" in err

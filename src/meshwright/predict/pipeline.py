@@ -15,7 +15,7 @@ from meshwright.predict.peak import written_out
 from meshwright.predict.stages import schedule_of, stages_of, stages_on
 from meshwright.predict.traffic import total_wire, traffic
 from meshwright.schedule import bubble
-from meshwright.schedule.timeline import simulate
+from meshwright.schedule.timeline import Timeline, simulate
 from meshwright.spec.layout import Layout
 from meshwright.spec.run import RunSpec
 from meshwright.spec.stages import Stage
@@ -60,16 +60,22 @@ def pipeline(run: RunSpec, layout: Layout, held: Mapping[int, Memory]) -> Pipeli
         return None
     schedule = schedule_of(run, layout)
     cpu = held[0].device == "cpu"
-    work = [stage_flops(run, layout, stage, cpu=cpu) for stage in stages_of(run.model, layout, run.data.seq_len)]
-    timeline = simulate(
-        schedule,
-        forward=[each.forward for each in work],
-        backward=[each.backward + each.recompute for each in work],
-    )
+    work, timeline = by_flops(run, layout, cpu=cpu)
     named = not layout.schedule_file
     even = bubble(layout.pp_schedule, layout.pp, schedule.micros, layout.pp_chunks) if named else None
     ranks = tuple(_line(run, layout, held[place], work) for place in range(layout.pp))
     return Pipeline(schedule.name, schedule.micros, timeline.bubble, None if even is None else float(even), ranks)
+
+
+def by_flops(run: RunSpec, layout: Layout, *, cpu: bool) -> tuple[list[Flops], Timeline]:
+    """The FLOPs of a step on each stage, and the step's times if computing takes as those and messages take none."""
+    work = [stage_flops(run, layout, stage, cpu=cpu) for stage in stages_of(run.model, layout, run.data.seq_len)]
+    timeline = simulate(
+        schedule_of(run, layout),
+        forward=[each.forward for each in work],
+        backward=[each.backward + each.recompute for each in work],
+    )
+    return work, timeline
 
 
 def _line(run: RunSpec, layout: Layout, memory: Memory, work: list[Flops]) -> PipelineRank:

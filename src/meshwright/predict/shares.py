@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.predict.flops import Flops
-from meshwright.predict.pipeline import stage_flops
-from meshwright.predict.stages import schedule_of, stages_of
-from meshwright.schedule.timeline import simulate
+from meshwright.predict.pipeline import by_flops
 from meshwright.spec.layout import Layout
 from meshwright.spec.run import RunSpec
 
@@ -23,12 +21,7 @@ class Shares:
 
 def shares(run: RunSpec, layout: Layout, *, cpu: bool) -> Shares:
     """For a resolved `layout`, on the CPU or an accelerator, which differ in what attention computes."""
-    work = [stage_flops(run, layout, stage, cpu=cpu) for stage in stages_of(run.model, layout, run.data.seq_len)]
-    timeline = simulate(
-        schedule_of(run, layout),
-        forward=[each.forward for each in work],
-        backward=[each.backward + each.recompute for each in work],
-    )
+    work, timeline = by_flops(run, layout, cpu=cpu)
     all_stages = sum(work, Flops(0, 0))
     recompute = (1 - timeline.bubble) * all_stages.recompute / all_stages.total
     return Shares(1 - timeline.bubble - recompute, recompute, timeline.bubble)

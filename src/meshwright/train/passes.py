@@ -55,6 +55,12 @@ class _Passes(ABC):
     def after_backward(self, stage: int, micro: int) -> None:
         raise AssertionError("nothing goes backward here")
 
+    def _dealt(self, data: Dataset, ids: Tensor, places: range) -> Inputs | None:
+        """The samples at `places` of `ids`; where there are none, what a rank computes beside others, if it must."""
+        if places:
+            return self.trainer.inputs(data, ids[places.start : places.stop])
+        return self.trainer.nothing() if self.trainer.sharded.every_rank_computes else None
+
     def _of(self, stage: int, micro: int) -> tuple[LaidOut, Inputs]:
         inputs = self.inputs(micro)
         assert inputs is not None
@@ -81,10 +87,7 @@ class TrainingPasses(_Passes):
         self._first = min(trainer.stages)
 
     def make(self, micro: int) -> Inputs | None:
-        places = self.micros[micro]
-        if places:
-            return self.trainer.inputs(self.data, self.ids[places.start : places.stop])
-        return self.trainer.nothing() if self.trainer.sharded.every_rank_computes else None
+        return self._dealt(self.data, self.ids, self.micros[micro])
 
     def forward(self, stage: int, micro: int, hidden: Tensor | None) -> Tensor:
         laid_out, inputs = self._of(stage, micro)
@@ -159,12 +162,7 @@ class ScoringPasses(_Passes):
         self.data, self.ids, self.micros, self._totals = data, ids, micros, totals
 
     def make(self, micro: int) -> Inputs | None:
-        if micro >= len(self.micros):
-            return None
-        places = self.micros[micro]
-        if places:
-            return self.trainer.inputs(self.data, self.ids[places.start : places.stop])
-        return self.trainer.nothing() if self.trainer.sharded.every_rank_computes else None
+        return self._dealt(self.data, self.ids, self.micros[micro]) if micro < len(self.micros) else None
 
     def forward(self, stage: int, micro: int, hidden: Tensor | None) -> Tensor:
         laid_out, inputs = self._of(stage, micro)
