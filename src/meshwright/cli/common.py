@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from meshwright.spec.errors import UserError
+from meshwright.spec.quantities import BYTES
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 PIPED_WIDTH = 120
 RANKS_PER_CORE = 32  # more than this many on one machine is a slip, not a plan
-SIZES = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-SIZES |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def run_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,10 +94,14 @@ def resolved(run: RunSpec, ranks: int | None) -> RunSpec:
 
 def in_bytes(text: str) -> int:
     """A size on the command line in bytes: 80GB (10⁹ bytes each), 24.5 GiB (2³⁰ each)."""
-    parts = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", text.strip())
-    size = int(float(parts[1]) * SIZES.get(parts[2], 0)) if parts else 0
-    if not size:
-        number = parts[1] if parts and float(parts[1]) else "80"
+    stated = text.strip().endswith("B")  # a bare number is most likely a slip
+    try:
+        size = int(BYTES(text)) if stated else 0
+    except UserError:
+        size = 0
+    if size < 1:
+        parts = re.match(r"\d+(\.\d+)?", text.strip())
+        number = parts[0] if parts and float(parts[0]) else "80"
         raise click.BadParameter(f"{text!r} is no size; write {number}GB (10⁹ bytes each) or {number}GiB (2³⁰ each)")
     return size
 
