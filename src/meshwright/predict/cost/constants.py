@@ -1,0 +1,118 @@
+"""What devices and software make of the figures on data sheets: every constant of the model of time, and its source.
+
+A set of constants holds for one kind of device and one stack of software, never for a table's row. `DEVICES` has what
+kernels reach, `STACKS` what software adds: which kernels it calls, how long the host takes to issue them, what it sends
+beside computing. A cluster names its stack, and may bring measured constants of its own (`meshwright probe`).
+
+How they were found: `benchmarks/fit.py` fits the fields of `DEVICES` to timings of single operators and collectives,
+and prints them; those of `STACKS` that no such timing tells were fitted to a third of the rows of tables of whole
+steps, which docs/accuracy.md marks and leaves out of the errors it states.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.errors import UserError
+from meshwright.spec.words import join, near
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """Fractions are of the figures in `spec.cluster`; times are seconds."""
+
+    # -- products of matrices: see roofline.product
+    product: float = 0.85  # part of the peak that a product reaches whose tiles are many and deep
+    sustained: float = 1.0  # part of the clock of short timings that a device keeps in training (power)
+    units: int = 108  # multiprocessors, which take tiles in waves
+    tiles: tuple[tuple[int, int, float], ...] = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.6))
+    """Rows and columns of the output that a unit computes at once, and how fast beside the largest."""
+    depth: float = 100.0  # elements of the inner dimension that a tile's beginning and end are worth
+    quantised: float = 0.5  # how much of a part of a wave costs as a whole one: 1 all, 0 nothing beyond its part
+
+    # -- fused attention: part of the peak, of the pairs that are seen, in forward and backward
+    flash: float = 0.55
+    flash_backward: float = 0.45
+    flash_width: float = 0.0  # elements of a head's width that a block of scores costs beside its products
+
+    # -- what moves in the device's memory: part of its bandwidth
+    stream: float = 0.75  # element by element
+    softmax: float = 0.6
+    norm: float = 0.5
+    norm_backward: float = 0.5
+    lookup: float = 0.3  # of single rows, by index
+    update: float = 0.7  # the optimizer
+
+    # -- what each operator costs however small
+    kernel: float = 4e-6  # a kernel on the device
+    host: float = 10e-6  # the host, until a kernel is issued in forward
+    host_backward: float = 6e-6  # the same in backward
+    host_step: float = 1e-3  # the host, beside forward and backward, once a step
+    host_block: float = 0.0  # the host, for each block and pass, beside its kernels
+
+    # -- links
+    wire: float = 0.8  # part of a link's bandwidth that a large collective within a node reaches
+    network: float = 0.85  # the same between nodes
+    message: float = 0.75  # part of a link's bandwidth that a single message within a node reaches
+    message_network: float = 0.7  # the same between nodes
+    collective: float = 30e-6  # beginning and end of any collective
+    send: float = 15e-6  # beginning and end of any message
+    hop: float = 0.0  # seconds for each step of a ring beside the link's latency
+    crowd: float = 0.0  # how much slower the network is for each doubling of the nodes that a collective joins
+
+    # -- what software does
+    fused: bool = False  # whether chains of element-wise operators are one kernel each
+    overlap_reduce: bool = True  # whether gradients are reduced while backward computes
+    overlap_gather: bool = True  # whether ZeRO gathers parameters while something computes
+    overlap_tensor: float = 0.0  # part of the tensor ranks' sums in backward that is hidden under computing
+    overlap_message: bool = True  # whether messages between stages go beside computing
+    scattered: bool = False  # whether tensor ranks send a part each of a message between stages, and gather it then
+    contention: float = 0.0  # part of the time of hidden communication by which computing is slowed down
+    accumulate_bytes: float = 10.0  # moved to add a parameter's gradient to those of other micro-batches
+    update_bytes: float = 34.0  # that the optimizer moves for each parameter: see parts.optimizer
+    straggle: float = 0.0  # part of a step by which the slowest of many ranks is slower, for each doubling of them
+
+    error: float = 0.2  # mean absolute error of step time on published rows that were not fitted: docs/accuracy.md
+
+
+DEVICES: dict[str, dict[str, Any]] = {
+    "V100": {"units": 80},
+    "A100": {"units": 108},
+    "H100": {"units": 132},
+    "H200": {"units": 132},
+    "CPU": {
+        "units": 1, "tiles": ((16, 16, 1.0),), "product": 0.8, "flash": 0.4, "flash_backward": 0.4, "kernel": 5e-6,
+        "host": 0.0, "host_backward": 0.0, "wire": 0.8, "network": 0.8, "collective": 1e-4,
+    },
+}  # fmt: skip
+"""By the first word of a device's name."""
+
+STACKS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "nccl": {},
+    "gloo": {},
+    "megatron-2021": {
+        "fused": True, "overlap_reduce": False, "overlap_gather": False, "overlap_message": False, "scattered": True,
+    },
+    "megatron-core": {"fused": True, "scattered": True},
+    "fsdp": {},
+}  # fmt: skip
+"""default, nccl: Meshwright's own runtime on accelerators; gloo: on CPUs. megatron-2021: Megatron-LM as of Narayanan et
+al. 2021, whose all-reduce follows backward; megatron-core: with its overlaps; fsdp: torch's with flash attention."""
+
+
+def constants_of(cluster: Cluster) -> Constants:
+    """Those that hold on `cluster`. Raises UserError for a stack or a constant that there is none of."""
+    if cluster.stack not in STACKS:
+        names = list(STACKS)
+        raise UserError(
+            f"cluster.stack={cluster.stack}: no such stack{near(cluster.stack, names)}; there are {join(names)}"
+        )
+    known = [field.name for field in fields(Constants)]
+    for name in cluster.constants:
+        if name not in known:
+            raise UserError(f"cluster.constants.{name}: no such constant{near(name, known)}")
+    device = DEVICES["CPU"] if cluster.device.kind == "cpu" else DEVICES.get(cluster.device.name.split()[0], {})
+    return replace(Constants(), **(device | STACKS[cluster.stack] | cluster.constants))

@@ -1,0 +1,230 @@
+"""What the parts of a model cost on one rank: a block, the embedding, the head, and what goes between ranks.
+
+A pass through a block takes as long as its operators and the collectives that they wait for, or as long as the host
+takes to issue them, whichever is more. Costs are kept, so that a search pays for each kind of shard once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from meshwright.predict.context import Attention, messages
+from meshwright.predict.cost.constants import Constants, constants_of
+from meshwright.predict.cost.links import Array, Links, Numbers
+from meshwright.predict.cost.operators import Operator, Shard, Sizes, Work, Written, block, embedding, head
+from meshwright.predict.cost.roofline import kernels, seconds
+from meshwright.predict.params import tensors
+from meshwright.predict.states import DTYPE_BYTES
+from meshwright.spec.cluster import Cluster, Precision
+from meshwright.spec.layout import Layout
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.traffic import Operation
+
+__all__ = ["Block", "Parts", "Shard"]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Seconds of one micro-batch's passes through a block, or an end of the model, all in.
+
+    lines: what of these is not computing, by reason: "tp", "cp" collectives that computing waits for; "host", waiting
+    for kernels to be issued.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    recompute: float = 0.0
+    lines: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward + self.recompute
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """Seconds: of operators on the device, of the host to issue them, and of collectives by reason."""
+
+    device: float
+    host: float
+    sent: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return max(self.device + sum(self.sent.values()), self.host)
+
+    @property
+    def waits(self) -> float:
+        return self.total - self.device - sum(self.sent.values())
+
+
+class Parts:
+    """The costs of `model` on `cluster`, for sequences of `seq` tokens."""
+
+    def __init__(
+        self, model: ModelSpec, seq: int, precision: Precision, cluster: Cluster, *, attention: Written = "sdpa"
+    ) -> None:
+        self.model, self.seq, self.precision, self.cluster, self.attention = model, seq, precision, cluster, attention
+        self.constants: Constants = constants_of(cluster)
+        self.links = Links(cluster, self.constants)
+        self.size = DTYPE_BYTES[precision]
+        self.peak = cluster.device.flops[precision]
+        self._blocks: dict[Shard, Block] = {}
+        self._ends: dict[Shard, tuple[Block, Block]] = {}
+        self._parameters: dict[int, tuple[int, int, int]] = {}
+
+    # -- computing ---------------------------------------------------------------------------------------------------
+
+    def block(self, shard: Shard) -> Block:
+        """One transformer block."""
+        found = self._blocks.get(shard)
+        if found is None:
+            found = self._blocks[shard] = self._block(shard)
+        return found
+
+    def ends(self, shard: Shard) -> tuple[Block, Block]:
+        """The embedding, and the head with its loss."""
+        found = self._ends.get(shard)
+        if found is None:
+            it = self.sizes(shard)
+            sums = self._sums(shard, "embed"), self._sums(shard, "head")
+            found = self._ends[shard] = (
+                self._whole(embedding(it), (), sums[0]),
+                self._whole(head(it), (), sums[1]),
+            )
+        return found
+
+    def sizes(self, shard: Shard) -> Sizes:
+        """What the operators of a shard are made of."""
+        fused, accumulate = self.constants.fused, self.constants.accumulate_bytes
+        return Sizes(self.model, shard, self.seq, self.size, self.attention, fused, accumulate)
+
+    def _block(self, shard: Shard) -> Block:
+        operators = block(self.sizes(shard))
+        return self._whole(operators, again(operators, shard, self.model), self._sums(shard, "block"))
+
+    def _whole(
+        self, operators: Sequence[Operator], repeated: Sequence[Operator], sent: tuple[dict[str, float], ...]
+    ) -> Block:
+        extra = self.constants.host_block
+        forward = self._pass((each.forward for each in operators), self.constants.host, extra, sent[0])
+        recompute = self._pass(
+            (each.forward for each in repeated), self.constants.host, extra if repeated else 0, sent[1]
+        )
+        backward = self._pass((each.backward for each in operators), self.constants.host_backward, extra, sent[2])
+        lines: dict[str, float] = {}
+        for each in (forward, recompute, backward):
+            for reason, time in (*each.sent.items(), ("host", each.waits)):
+                if time:
+                    lines[reason] = lines.get(reason, 0.0) + time
+        return Block(forward.total, backward.total, recompute.total, lines)
+
+    def _pass(self, works: Iterable[tuple[Work, ...]], host: float, extra: float, sent: dict[str, float]) -> _Pass:
+        flat = [each for of_operator in works for each in of_operator]
+        device = sum(self.seconds(each) for each in flat)
+        return _Pass(device, host * kernels(flat) + extra, sent)
+
+    def seconds(self, work: Work) -> float:
+        """Of one piece of work on the device."""
+        return seconds(work, self.constants, self.peak, self.cluster.device.bandwidth, self.size)
+
+    # -- what computing waits for --------------------------------------------------------------------------------------
+
+    def _sums(self, shard: Shard, where: str) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+        """Exposed collectives of tensor and context ranks in forward, recompute and backward: see predict/tensor.py."""
+        if shard.tp == 1 and shard.cp == 1:
+            return {}, {}, {}
+        forward, recompute, backward = {"tp": 0.0}, {"tp": 0.0}, {"tp": 0.0}
+        if shard.tp > 1:
+            counts = _tensor_counts(shard, where, dropped=self.model.resid_dropout > 0)
+            hidden = shard.micro * self.seq // shard.cp * self.model.hidden * self.size
+            kind: Operation = "all_gather" if shard.sp else "all_reduce"
+            each = float(self.collective(kind, hidden, shard.tp))
+            shown = each * (1 - self.constants.overlap_tensor)
+            forward["tp"], recompute["tp"], backward["tp"] = counts[0] * each, counts[1] * each, counts[2] * shown
+        if shard.cp > 1 and where == "block":
+            forward["cp"], backward["cp"] = self._context(shard)
+            if shard.recompute != "none" and "attention" not in shard.kept:
+                recompute["cp"] = forward["cp"]
+        return forward, recompute, backward
+
+    def _context(self, shard: Shard) -> tuple[float, float]:
+        """Seconds that attention over context ranks waits for messages, in forward and backward.
+
+        A ring's messages go beside the computing of the part that is there already.
+        """
+        it = Attention.of(self.model, shard.layout, batch=shard.micro, seq=self.seq, dtype_bytes=self.size)
+        operator = next(each for each in block(self.sizes(shard)) if each.name == "attention")
+        computing = {"forward": self.seconds(operator.forward[0]), "backward": self.seconds(operator.backward[0])}
+        exposed = {"forward": 0.0, "backward": 0.0}
+        for each in messages(it):
+            stride = shard.tp * (it.over if each.axis == "cp.outer" else 1)
+            took = each.times * float(self.collective(each.operation, each.payload, each.ranks, stride))
+            if each.operation == "shift" and it.method not in ("rsa",):
+                took = max(took - computing[each.phase] * (it.ring - 1) / it.ring, 0.0)
+            exposed[each.phase] += took
+        return exposed["forward"], exposed["backward"]
+
+    # -- between ranks -------------------------------------------------------------------------------------------------
+
+    def collective(self, operation: Operation, payload: Numbers, ranks: Numbers, stride: Numbers = 1) -> Array:
+        """Seconds of a collective: see `links.Links.collective`."""
+        return self.links.collective(operation, payload, ranks, stride)
+
+    def message(self, payload: Numbers, stride: Numbers) -> Array:
+        """Seconds of a message to the device `stride` further."""
+        return self.links.message(payload, stride)
+
+    # -- once a step ---------------------------------------------------------------------------------------------------
+
+    def parameters(self, tp: int) -> tuple[int, int, int]:
+        """Parameters of the embedding, of one block and of the head that a tensor rank has; a tied table in both."""
+        found = self._parameters.get(tp)
+        if found is None:
+            found = self._parameters[tp] = self._count(tp)
+        return found
+
+    def _count(self, tp: int) -> tuple[int, int, int]:
+        one = self.model.model_copy(update={"layers": 1})
+        before = inside = after = 0
+        for each in tensors(one, Layout(dp=1, tp=tp)):
+            if each.block is not None:
+                inside += each.local_numel
+            else:
+                before += each.local_numel if each.tied or each.lookup else 0
+                after += 0 if each.lookup else each.local_numel
+        return before, inside, after
+
+    def optimizer(self, parameters: Numbers) -> Array:
+        """Seconds to update so many parameters."""
+        rate = self.cluster.device.bandwidth * self.constants.update
+        return self.constants.host_step + np.asarray(parameters, dtype=np.float64) * self.constants.update_bytes / rate
+
+
+def again(operators: Sequence[Operator], shard: Shard, spec: ModelSpec) -> list[Operator]:
+    """Operators whose forward runs again in backward: see parallel/recompute.py."""
+    if shard.recompute == "none":
+        return []
+    keep = shard.kept
+    found = [each for each in operators if each.word is None or each.word not in keep]
+    if "linear" not in keep and not spec.resid_dropout:
+        last = max(place for place, each in enumerate(found) if each.word == "linear")
+        found = found[:last]  # nothing is saved behind a region's last product, unless dropout saves its mask
+    return found
+
+
+def _tensor_counts(shard: Shard, where: str, *, dropped: bool) -> tuple[int, int, int]:
+    """Exposed collectives of a block or an end in forward, recompute and backward, of hidden states' size each.
+
+    dropped: a recompute makes the last sum too, for the mask behind it.
+    """
+    if where == "embed":
+        return (1, 0, 1) if shard.sp else (1, 0, 0)
+    if where == "head":
+        return (1, 0, 2) if shard.sp else (0, 0, 1)
+    whole = shard.recompute != "none" and "linear" not in shard.kept
+    sums = whole * (1 + dropped)
+    return (4, sums + 2 * whole, 6) if shard.sp else (2, sums, 2)

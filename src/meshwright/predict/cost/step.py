@@ -1,0 +1,218 @@
+"""How long a step takes on a cluster, every line of it by name: the schedule that the runtime would execute, simulated
+with each stage's own times.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from meshwright.predict.cost.bound import Stages
+from meshwright.predict.cost.operators import Shard, Written
+from meshwright.predict.cost.parts import Block, Parts
+from meshwright.predict.cost.stage import Times, sent, times
+from meshwright.predict.flops import model_flops
+from meshwright.predict.stages import schedule_of, stages_of
+from meshwright.predict.states import gradient_bytes, reduce_bytes, shards
+from meshwright.schedule.timeline import simulate
+from meshwright.spec.batch import micro_steps
+from meshwright.spec.cluster import Cluster, Precision
+from meshwright.spec.errors import UserError
+from meshwright.spec.layout import STATE_AXES, Axis, Layout
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.run import RunSpec
+from meshwright.spec.stages import Stage
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step, and where they go on the pipeline rank that computes longest.
+
+    lines: "compute" (forward and backward), "recompute", "optimizer", "bubble", and what computing waits for: "host",
+    "tp", "cp", "pp", "zero.gather", "zero.reduce", "zero.publish", "step". They add up to `seconds`. low, high: the
+    error band. utilisation: model FLOPs utilisation.
+    """
+
+    seconds: float
+    lines: dict[str, float]
+    utilisation: float
+    tokens_per_second: float
+    low: float
+    high: float
+
+    @property
+    def bubble(self) -> float:
+        """The bubble's part of the step."""
+        return self.lines["bubble"] / self.seconds
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of communication that computing waits for."""
+        own = ("compute", "recompute", "optimizer", "bubble", "host")
+        return sum(time for reason, time in self.lines.items() if reason not in own)
+
+
+def step_time(run: RunSpec, layout: Layout, cluster: Cluster, parts: Parts | None = None) -> StepTime:
+    """Of `run` with a resolved `layout`; all ranks are charged for the largest part of the batch.
+
+    parts: where many layouts of one run are asked for, the costs they share. Raises UserError where the cluster has
+    too few devices, and for what the schedule cannot take.
+    """
+    if layout.world > cluster.devices:
+        raise UserError(f"layout: {layout.world} ranks on {cluster.devices} devices; use {cluster.devices} or fewer")
+    parts = parts or parts_of(run, cluster)
+    found = _Step(run, layout, parts)
+    if layout.pp == 1:
+        length = float(found.micros * (found.times[0].forward + found.times[0].backward))
+        length += float(found.times[0].tail + found.stages.step[0])
+    else:
+        length = simulate(
+            schedule_of(run, layout),
+            forward=found.stages.forward.tolist(),
+            backward=found.stages.backward.tolist(),
+            send=found.stages.send.tolist(),
+            reduce=found.stages.reduce.tolist(),
+            step=found.stages.step.tolist(),
+        ).length
+    return found.told(length)
+
+
+def parts_of(run: RunSpec, cluster: Cluster) -> Parts:
+    """The costs that all layouts of a run share."""
+    return _parts(run.model, run.data.seq_len, run.precision, cluster.model_dump_json(), run.attention)
+
+
+@lru_cache(maxsize=8)
+def _parts(model: ModelSpec, seq: int, precision: Precision, cluster: str, attention: Written) -> Parts:
+    return Parts(model, seq, precision, Cluster.model_validate_json(cluster), attention=attention)
+
+
+def strides(layout: Layout) -> dict[Axis, int]:
+    """How many devices neighbours on each axis are apart."""
+    found: dict[Axis, int] = {}
+    stride = 1
+    for axis in layout.order:
+        found[axis] = stride
+        stride *= layout.size(axis)
+    return found
+
+
+class _Step:
+    """The stages of one layout, and what the lines are made of."""
+
+    def __init__(self, run: RunSpec, layout: Layout, parts: Parts) -> None:
+        self.run, self.layout, self.parts = run, layout, parts
+        self.micros = micro_steps(run.batch.sequences, layout.data_ranks, run.batch.micro)
+        self.shard = Shard.of(layout, min(run.batch.micro, -(-run.batch.sequences // layout.data_ranks)))
+        self.every = stages_of(run.model, layout, run.data.seq_len)
+        self.block, (self.embedding, self.head) = parts.block(self.shard), parts.ends(self.shard)
+        self.times = [self._times(stage) for stage in self.every]
+        self.message = self._message()
+        self.stages = self._stages()
+
+    def pieces(self, stage: Stage) -> list[tuple[int, Block]]:
+        """What a stage has, and how often."""
+        return [(len(stage.blocks), self.block), (int(stage.first), self.embedding), (int(stage.last), self.head)]
+
+    def _times(self, stage: Stage) -> Times:
+        layout, parts = self.layout, self.parts
+        pieces = self.pieces(stage)
+        forward = sum(times * each.forward for times, each in pieces)
+        backward = sum(times * (each.backward + each.recompute) for times, each in pieces)
+        before, inside, after = parts.parameters(layout.tp)
+        elements = inside * len(stage.blocks) + before * stage.first
+        if stage.last and not (stage.first and self.run.model.is_tied):
+            elements += after
+        units = len(stage.blocks) + stage.first + stage.last
+        if layout.zero < 2:
+            units = max(min(units, elements // max(layout.zero_join, 1)), 1)
+        ranks, cut = layout.state_ranks, shards(layout)
+        stride = strides(layout)
+        going = sent(
+            parts, elements, units, ranks=ranks, cut=cut, zero=layout.zero, reduce_bytes=reduce_bytes(self.run),
+            stride=min(stride[axis] for axis in STATE_AXES if layout.size(axis) > 1 or axis == "dp"),
+        )  # fmt: skip
+        return times(
+            forward, backward, parts.optimizer(elements / cut), going, zero=layout.zero,
+            by_step=layout.zero_gather == "step", constants=parts.constants,
+        )  # fmt: skip
+
+    def _message(self) -> float:
+        """Seconds of a message between stages."""
+        layout, parts = self.layout, self.parts
+        if layout.pp == 1:
+            return 0.0
+        tokens = self.shard.micro * self.run.data.seq_len // layout.cp
+        hidden = tokens * self.run.model.hidden * parts.size
+        dealt_out = layout.sp or parts.constants.scattered
+        took = float(parts.message(hidden / layout.tp if dealt_out else hidden, strides(layout)["pp"]))
+        if parts.constants.scattered and not layout.sp and layout.tp > 1:
+            took += float(parts.collective("all_gather", hidden, layout.tp, strides(layout)["tp"]))
+        return took
+
+    def _tied(self) -> float:
+        """Seconds in which the ends of a pipeline add up the gradients of a tied table."""
+        layout, parts = self.layout, self.parts
+        if layout.pp == 1 or not self.run.model.is_tied:
+            return 0.0
+        elements = -(-self.run.model.vocab // layout.tp) * self.run.model.hidden / shards(layout)
+        far = strides(layout)["pp"] * (layout.pp - 1)
+        return float(parts.collective("all_reduce", elements * gradient_bytes(self.run), 2, far))
+
+    def _stages(self) -> Stages:
+        forward = np.array([float(each.forward) for each in self.times])
+        backward = np.array([float(each.backward) for each in self.times])
+        beside = self.parts.constants.overlap_message
+        send = np.full(len(self.every), self.message if beside else 0.0)
+        if not beside:  # who sends waits until it has come
+            forward[:-1] += self.message
+            backward[1:] += self.message
+        reduce = np.array([float(each.tail) for each in self.times])
+        step = np.array([float(each.step) for each in self.times])
+        for first in range(self.layout.pp):  # a rank updates all its stages, and is asked for its first
+            step[first] = step[first :: self.layout.pp].sum()
+        return Stages(forward, backward, send, reduce, step + self._small() + self._tied())
+
+    def _small(self) -> float:
+        """Seconds of the sums of the norm and of the metrics, over all ranks."""
+        return 2 * float(self.parts.collective("all_reduce", 8, self.layout.world, 1))
+
+    def told(self, length: float) -> StepTime:
+        """The lines of a step that takes so long, and what follows from them."""
+        layout, run, micros = self.layout, self.run, self.micros
+        busy = self.stages.forward + self.stages.backward
+        ranks = [list(range(rank, len(self.every), layout.pp)) for rank in range(layout.pp)]
+        mine = max(ranks, key=lambda stages: sum(float(busy[stage]) for stage in stages))
+        lines = {"compute": 0.0, "recompute": 0.0}
+        for stage in mine:
+            for times_, each in self.pieces(self.every[stage]):
+                shown = sum(each.lines.values())
+                lines["compute"] += micros * times_ * (each.total - each.recompute - shown)
+                lines["recompute"] += micros * times_ * each.recompute
+                for reason, time in each.lines.items():
+                    lines[reason] = lines.get(reason, 0.0) + micros * times_ * time
+            found = self.times[stage]
+            lines["zero.gather"] = lines.get("zero.gather", 0.0) + micros * float(found.gather)
+            lines["zero.reduce"] = lines.get("zero.reduce", 0.0) + micros * float(found.reduce)
+        told = sum(float(busy[stage]) * micros for stage in mine)
+        lines["pp"] = told - sum(lines.values())
+        tail = max(float(self.stages.reduce[stage]) for stage in mine)
+        step = float(self.stages.step[mine[0]])
+        optimizer = step - float(self.times[mine[0]].publish)
+        lines["zero.reduce"] += tail
+        lines["zero.publish"] = float(self.times[mine[0]].publish)
+        lines["optimizer"] = optimizer
+        lines["bubble"] = length - told - tail - step
+        tokens = run.batch.sequences * run.data.seq_len
+        needed = model_flops(run.model, seq=run.data.seq_len) * tokens
+        error = self.parts.constants.error
+        return StepTime(
+            seconds=length,
+            lines={reason: time for reason, time in lines.items() if time or reason in ("compute", "bubble")},
+            utilisation=needed / (length * layout.world * self.parts.peak),
+            tokens_per_second=tokens / length,
+            low=length * (1 - error),
+            high=length * (1 + error),
+        )
