@@ -11,10 +11,14 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from meshwright.spec.quantities import BYTES, FLOPS, RATE, SECONDS
+
 Precision = Literal["fp32", "bf16", "fp16", "float64"]
-Rate = Annotated[float, Field(gt=0, lt=1e24)]
+Rate = Annotated[float, Field(gt=0, lt=1e24), RATE]
+Peak = Annotated[float, Field(gt=0, lt=1e24), FLOPS]
 Count = Annotated[int, Field(gt=0, lt=2**31)]
-Bytes = Annotated[int, Field(gt=0, lt=2**63)]
+Bytes = Annotated[int, Field(gt=0, lt=2**63), BYTES]
+Seconds = Annotated[float, Field(ge=0, lt=1), SECONDS]
 Text = Annotated[str, Field(min_length=1)]
 MOST_DEVICES = 1_000_000  # as many as a layout may have ranks
 
@@ -26,10 +30,10 @@ class Part(BaseModel):
 class Flops(Part):
     """Peak of dense matrix products, FLOP/s, a multiply-add counted as two; without structured sparsity."""
 
-    fp32: Rate = Field(description="float32, as torch computes it by default: without TF32")
-    bf16: Rate | None = Field(None, description="bfloat16; null: no faster than fp32")
-    fp16: Rate | None = Field(None, description="float16; null: no faster than fp32")
-    float64: Rate | None = Field(None, description="float64; null: half of fp32")
+    fp32: Peak = Field(description="float32, as torch computes it by default: without TF32")
+    bf16: Peak | None = Field(None, description="bfloat16; null: no faster than fp32")
+    fp16: Peak | None = Field(None, description="float16; null: no faster than fp32")
+    float64: Peak | None = Field(None, description="float64; null: half of fp32")
 
     def __getitem__(self, precision: Precision) -> float:
         """The peak in one precision."""
@@ -55,7 +59,7 @@ class Link(Part):
     name: Text = Field(description="what it is called")
     devices: Count = Field(description="devices that one such link joins: 8 for NVLink in a node, all for the network")
     bandwidth: Rate = Field(description="bytes/s that one device sends, one way, while no other does")
-    latency: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="seconds until the first byte arrives")
+    latency: Seconds = Field(0.0, description="seconds until the first byte arrives")
     shared: Count = Field(1, description="devices that share this bandwidth; 1: each has its own")
 
 

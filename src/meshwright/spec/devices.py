@@ -150,11 +150,10 @@ def cluster(text: str) -> Cluster:
     if parts is None:
         raise UserError(f"cluster {text!r}: not nodes × devices × kind; write, for example, 8x8xh100, or a file's name")
     nodes, per_node = (int(parts[place] or 1) for place in (1, 2))
-    name = parts[3]
-    kind = KINDS.get(ALIASES.get(name, name))
-    if kind is None:
-        hint = near(name, [*KINDS, *ALIASES])
-        raise UserError(f"cluster {text!r}: no device {name}{hint or ''}; there are {', '.join(KINDS)}")
+    try:
+        found = kind(parts[3])
+    except UserError as error:
+        raise UserError(f"cluster {text!r}: {error}") from None
     for count, what in ((nodes, "nodes"), (per_node, "devices in a node")):
         if count == 0:
             raise UserError(f"cluster {text!r}: 0 {what}; use 1 or more")
@@ -162,7 +161,15 @@ def cluster(text: str) -> Cluster:
         raise UserError(
             f"cluster {text!r}: {nodes * per_node} devices are more than any machine has; use at most {MOST_DEVICES}"
         )
-    return of(kind, nodes, per_node)
+    return of(found, nodes, per_node)
+
+
+def kind(name: str) -> Kind:
+    """The device that `name` names. Raises UserError."""
+    found = KINDS.get(ALIASES.get(name.lower(), name.lower()))
+    if found is None:
+        raise UserError(f"no device {name}{near(name, [*KINDS, *ALIASES])}; there are {', '.join(KINDS)}")
+    return found
 
 
 def of(kind: Kind, nodes: int, per_node: int) -> Cluster:

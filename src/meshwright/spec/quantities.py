@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 
 from meshwright.spec.errors import UserError
-from meshwright.spec.words import join
 
 TEN = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18}
 TWO = {f"{prefix}i": 2 ** (10 * power) for power, prefix in enumerate("KMGTPE", 1)}
@@ -38,7 +37,7 @@ class Unit:
     def __call__(self, text: str) -> float:
         """The number that `text` is. Whole ones are ints, exactly. Raises UserError."""
         parts = _NUMBER.fullmatch(text.strip())
-        example = join(self.examples)
+        example = " or ".join(self.examples)
         if parts is None:
             raise UserError(f"{text!r} is no {self.what}; write, for example, {example}")
         number, suffix = Decimal(re.sub("[_,]", "", parts[1])), parts[2].replace("μ", "µ")

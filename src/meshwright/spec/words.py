@@ -13,6 +13,8 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from meshwright.spec.quantities import Unit
+
 # Names that other trainers and Hugging Face use.
 ALIASES = {
     "learning_rate": "optimizer.lr", "max_grad_norm": "optimizer.clip", "grad_clip": "optimizer.clip",
@@ -59,11 +61,24 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
     return next((section for section in inner if section is not None), None)
 
 
+def items_of(annotation: Any) -> type[BaseModel] | None:
+    """The section that each item of a list is, `tuple[X, ...]`; None for all other fields."""
+    if get_origin(annotation) is not tuple or get_args(annotation)[-1] is not Ellipsis:
+        return None
+    return section_of(get_args(annotation)[0])
+
+
+def unit_of(info: FieldInfo) -> Unit | None:
+    """The unit of a quantity, where the field takes text such as 80GB; it may stand on one of several alternatives."""
+    inside = [limit for option in get_args(info.annotation) for limit in getattr(option, "__metadata__", ())]
+    return next((limit for limit in [*info.metadata, *inside] if isinstance(limit, Unit)), None)
+
+
 def paths(model: type[BaseModel], above: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Every field below `model` by its dotted name, sections before what is in them."""
     for name, info in model.model_fields.items():
         yield above + name, info
-        section = section_of(info.annotation)
+        section = section_of(info.annotation) or items_of(info.annotation)
         if section is not None:
             yield from paths(section, f"{above}{name}.")
 
@@ -102,7 +117,8 @@ def _words(annotation: Any, limits: Sequence[Any] = ()) -> str:
     if any(isinstance(limit, MinLen) for limit in limits):
         kind = f"{kind} that is not empty"
     bounds = _bounds(limits)
-    return f"{kind} {bounds}" if bounds else kind
+    unit = next((f" (such as {limit.examples[0].split(' ')[0]})" for limit in limits if isinstance(limit, Unit)), "")
+    return f"{kind} {bounds}{unit}" if bounds else f"{kind}{unit}"
 
 
 def _choices(annotation: Any) -> list[str]:

@@ -67,8 +67,8 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - the base class's
 
 
-def read(path: Path) -> Node:
-    """The nodes of a run file; an empty file is an empty section. Raises UserError, Mistakes."""
+def read(path: Path, what: str = "run file") -> Node:
+    """The nodes of a file, which is `what` in words; an empty file is an empty section. Raises UserError, Mistakes."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -77,16 +77,17 @@ def read(path: Path) -> Node:
             "name a YAML file, saved as UTF-8"
         ) from None
     except IsADirectoryError:
-        inside = path / "run.yaml"
+        inside = path / f"{what.split()[0]}.yaml"
         right = f"use {inside}" if inside.is_file() else "name a YAML file"
-        raise UserError(f"{path}: is a folder, not a run file; {right}") from None
+        raise UserError(f"{path}: is a folder, not a {what}; {right}") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); name a YAML file") from None
     node = parse(text, str(path), path.parent, numbered=True)
     if node.value is None:
         node.value = {}
     if not node.is_section:
-        raise UserError(f"{path}: holds no fields; write lines such as `steps: 200`")
+        example = "steps: 200" if what == "run file" else "nodes: 2"
+        raise UserError(f"{path}: holds no fields; write lines such as `{example}`")
     return node
 
 
@@ -104,7 +105,7 @@ def parse(text: str, where: str, folder: Path, *, numbered: bool = False) -> Nod
         line = f" line {text[: error.position].count(chr(10)) + 1}" if numbered else ""
         raise UserError(f"{where}{line}: not text: character {error.character!r} is not allowed") from None
     except RecursionError:
-        raise UserError(f"{where}: not a run file: brackets are nested too deeply") from None
+        raise UserError(f"{where}: brackets are nested too deeply") from None
     if tree is None:
         return Node(None, where, folder, "")
     lines: list[str] = []
@@ -187,3 +188,27 @@ def scalar(text: str) -> Any:
         whole = "." not in text and number.is_integer() and abs(number) < _LARGEST
         return int(number) if whole else number
     return text
+
+
+# -- back to YAML ---------------------------------------------------------------------------------------------------
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that this package's reader, or another YAML reader, would take for something else."""
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        style = None if isinstance(scalar(text), str) else "'"
+        if not text.isprintable():  # PyYAML writes some line separators as they are, except in double quotes
+            style = '"'
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+
+
+def dump(data: Any) -> str:
+    """Plain values as YAML, in their order, that `parse` reads as the same."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=None, width=100)
