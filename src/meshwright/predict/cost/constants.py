@@ -30,6 +30,7 @@ class Constants:
     tiles: tuple[tuple[int, int, float], ...] = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.6))
     """Rows and columns of the output that a unit computes at once, and how fast beside the largest."""
     depth: float = 100.0  # elements of the inner dimension that a tile's beginning and end are worth
+    batched: float = 1.0  # how fast batches of products are beside single ones of the same shapes
     quantised: float = 0.5  # how much of a part of a wave costs as a whole one: 1 all, 0 nothing beyond its part
 
     # -- fused attention: part of the peak, of the pairs that are seen, in forward and backward
@@ -66,7 +67,8 @@ class Constants:
     fused: bool = False  # whether chains of element-wise operators are one kernel each
     overlap_reduce: bool = True  # whether gradients are reduced while backward computes
     overlap_gather: bool = True  # whether ZeRO gathers parameters while something computes
-    overlap_tensor: float = 0.0  # part of the tensor ranks' sums in backward that is hidden under computing
+    overlap_tensor: float = 0.0  # part of the tensor ranks' collectives in forward that is hidden under computing
+    overlap_tensor_backward: float = 0.0  # the same in backward
     overlap_message: bool = True  # whether messages between stages go beside computing
     scattered: bool = False  # whether tensor ranks send a part each of a message between stages, and gather it then
     contention: float = 0.0  # part of the time of hidden communication by which computing is slowed down
@@ -79,8 +81,16 @@ class Constants:
 
 DEVICES: dict[str, dict[str, Any]] = {
     "V100": {"units": 80},
-    "A100": {"units": 108},
-    "H100": {"units": 132},
+    "A100": {
+        "units": 108, "tiles": ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.95), (64, 64, 0.6)),
+        "product": 0.85, "depth": 157.0, "quantised": 0.54, "batched": 0.8, "stream": 0.79, "softmax": 0.55,
+        "norm": 0.51, "norm_backward": 0.33, "lookup": 0.14, "kernel": 4.5e-6,
+    },
+    "H100": {
+        "units": 132, "tiles": ((256, 128, 1.0), (128, 128, 0.76), (128, 64, 0.64), (64, 64, 0.36)),
+        "product": 0.9, "depth": 237.0, "quantised": 0.4, "batched": 1.1, "stream": 0.71, "softmax": 0.49,
+        "norm": 0.56, "norm_backward": 0.77, "lookup": 0.48, "kernel": 1.7e-6,
+    },
     "H200": {"units": 132},
     "CPU": {
         "units": 1, "tiles": ((16, 16, 1.0),), "product": 0.8, "flash": 0.4, "flash_backward": 0.4, "kernel": 5e-6,
@@ -97,6 +107,7 @@ STACKS: dict[str, dict[str, Any]] = {
         "fused": True, "overlap_reduce": False, "overlap_gather": False, "overlap_message": False, "scattered": True,
     },
     "megatron-core": {"fused": True, "scattered": True},
+    "deepspeed": {"fused": True},
     "fsdp": {},
 }  # fmt: skip
 """default, nccl: Meshwright's own runtime on accelerators; gloo: on CPUs. megatron-2021: Megatron-LM as of Narayanan et

@@ -143,8 +143,9 @@ class Parts:
             hidden = shard.micro * self.seq // shard.cp * self.model.hidden * self.size
             kind: Operation = "all_gather" if shard.sp else "all_reduce"
             each = float(self.collective(kind, hidden, shard.tp))
-            shown = each * (1 - self.constants.overlap_tensor)
-            forward["tp"], recompute["tp"], backward["tp"] = counts[0] * each, counts[1] * each, counts[2] * shown
+            shown, late = 1 - self.constants.overlap_tensor, 1 - self.constants.overlap_tensor_backward
+            for sums, count, part in zip((forward, recompute, backward), counts, (shown, shown, late), strict=True):
+                sums["tp"] = count * each * part
         if shard.cp > 1 and where == "block":
             forward["cp"], backward["cp"] = self._context(shard)
             if shard.recompute != "none" and "attention" not in shard.kept:

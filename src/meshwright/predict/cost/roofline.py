@@ -33,6 +33,8 @@ def product(work: Product, constants: Constants, peak: float, bandwidth: float, 
         whole = -(-waves // 1)
         waves = whole if waves < 1 else waves + constants.quantised * (whole - waves)
         best = min(best, waves * 2 * rows * columns * (k + constants.depth) / (rate * speed))
+    if batch > 1:
+        best /= constants.batched
     moved = batch * (m * k + k * n + m * n) * size / (bandwidth * constants.stream)
     return constants.kernel + max(best, moved)
 

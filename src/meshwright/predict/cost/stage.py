@@ -27,16 +27,14 @@ class Times(NamedTuple):
     """Seconds of one stage.
 
     forward, backward: of a micro-batch, with what ZeRO makes them wait for, which is `gather` and `reduce`. tail: from
-    the last backward until all gradients are reduced. step: the optimizer, with `publish`, what next forward waits for.
+    the last backward until all gradients are reduced.
     """
 
     forward: Array
     backward: Array
     tail: Array
-    step: Array
     gather: Array
     reduce: Array
-    publish: Array
 
 
 def sent(
@@ -61,38 +59,40 @@ def sent(
 
 
 def times(
-    forward: Numbers,
-    backward: Numbers,
-    optimizer: Numbers,
-    sent: Sent,
-    *,
-    zero: Numbers,
-    by_step: Numbers,
-    constants: Constants,
+    forward: Numbers, backward: Numbers, sent: Sent, *, zero: Numbers, by_step: Numbers, constants: Constants
 ) -> Times:
     """forward, backward: seconds of the stage's computing, recompute included. by_step: ZeRO 3 gathers once a step.
 
     Once a step, gradients are reduced under the last backward; at ZeRO 2 and 3 so in each micro-batch. ZeRO 3 gathers a
-    unit while the one before it computes, in forward and in backward; 1 and 2 gather new parameters under the next
-    step's first forward.
+    unit while the one before it computes, in forward and in backward.
     """
     forward, backward, zero = (np.asarray(each, dtype=np.float64) for each in (forward, backward, zero))
     often = (zero == 3) & ~np.asarray(by_step, dtype=bool)
-    gathers, reduces = constants.overlap_gather, constants.overlap_reduce
-
-    def waits(computing: Array, moved: Array, hidden: bool) -> Array:
-        return _waits(computing, moved, sent.units, constants.contention) if hidden else moved
-
-    gather = waits(forward, np.where(often, sent.gather, 0.0), gathers)
-    each = np.where(often, sent.gather, 0.0) + np.where(zero >= 2, sent.reduce, 0.0)
-    reduce = waits(backward, each, gathers and reduces)
-    tail = waits(backward, np.where(zero < 2, sent.reduce, 0.0), reduces)
-    publish = waits(forward, np.where((zero == 0) | often, 0.0, sent.gather), gathers)
-    return Times(forward + gather, backward + reduce, tail, optimizer + publish, gather, reduce, publish)
+    ahead = np.where(often, sent.gather, 0.0)
+    gather = _waits(forward, ahead, sent.units, constants.overlap_gather, constants.contention)
+    hidden = constants.overlap_gather and constants.overlap_reduce
+    each = ahead + np.where(zero >= 2, sent.reduce, 0.0)
+    reduce = _waits(backward, each, sent.units, hidden, constants.contention)
+    once = np.where(zero < 2, sent.reduce, 0.0)
+    tail = _waits(backward, once, sent.units, constants.overlap_reduce, constants.contention)
+    return Times(forward + gather, backward + reduce, tail, gather, reduce)
 
 
-def _waits(computing: Array, moved: Array, units: Array, contention: float) -> Array:
+def publish(forward: Numbers, sent: Sent, *, zero: Numbers, by_step: Numbers, constants: Constants) -> Array:
+    """Seconds that a rank waits for new parameters, once a step: they are gathered under its next first forward.
+
+    forward, sent: of all stages that the rank has. At ZeRO 0 there are none to gather, and 3 gathers as it goes.
+    """
+    forward, zero = np.asarray(forward, dtype=np.float64), np.asarray(zero)
+    never = (zero == 0) | ((zero == 3) & ~np.asarray(by_step, dtype=bool))
+    gather = np.where(never, 0.0, sent.gather)
+    return _waits(forward, gather, sent.units, constants.overlap_gather, constants.contention)
+
+
+def _waits(computing: Array, moved: Array, units: Array, hidden: bool, contention: float) -> Array:
     """By how much messages of as many units prolong the computing of these: the first, or last, is beside nothing, and
-    the others slow computing down."""
+    the others slow computing down; all of them where nothing is hidden."""
+    if not hidden:
+        return moved
     under = np.minimum(moved, computing) * (1 - 1 / units)
     return moved - under + contention * under

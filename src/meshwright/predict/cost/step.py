@@ -10,9 +10,10 @@ from functools import lru_cache
 import numpy as np
 
 from meshwright.predict.cost.bound import Stages
+from meshwright.predict.cost.constants import Constants
 from meshwright.predict.cost.operators import Shard, Written
 from meshwright.predict.cost.parts import Block, Parts
-from meshwright.predict.cost.stage import Times, sent, times
+from meshwright.predict.cost.stage import Sent, Times, publish, sent, times
 from meshwright.predict.flops import model_flops
 from meshwright.predict.stages import schedule_of, stages_of
 from meshwright.predict.states import gradient_bytes, reduce_bytes, shards
@@ -65,8 +66,8 @@ def step_time(run: RunSpec, layout: Layout, cluster: Cluster, parts: Parts | Non
     parts = parts or parts_of(run, cluster)
     found = _Step(run, layout, parts)
     if layout.pp == 1:
-        length = float(found.micros * (found.times[0].forward + found.times[0].backward))
-        length += float(found.times[0].tail + found.stages.step[0])
+        only = found.times[0]
+        length = float(found.micros * (only.forward + only.backward) + only.tail + found.stages.step[0])
     else:
         length = simulate(
             schedule_of(run, layout),
@@ -108,7 +109,10 @@ class _Step:
         self.shard = Shard.of(layout, min(run.batch.micro, -(-run.batch.sequences // layout.data_ranks)))
         self.every = stages_of(run.model, layout, run.data.seq_len)
         self.block, (self.embedding, self.head) = parts.block(self.shard), parts.ends(self.shard)
-        self.times = [self._times(stage) for stage in self.every]
+        self.sent = [self._sent(stage) for stage in self.every]
+        self.times = [self._times(stage, sent) for stage, sent in zip(self.every, self.sent, strict=True)]
+        self.ranks = [range(rank, len(self.every), layout.pp) for rank in range(layout.pp)]
+        self.publish = [self._publish(stages) for stages in self.ranks]
         self.message = self._message()
         self.stages = self._stages()
 
@@ -116,28 +120,42 @@ class _Step:
         """What a stage has, and how often."""
         return [(len(stage.blocks), self.block), (int(stage.first), self.embedding), (int(stage.last), self.head)]
 
-    def _times(self, stage: Stage) -> Times:
-        layout, parts = self.layout, self.parts
+    def _elements(self, stage: Stage) -> int:
+        """Parameters of a stage that a tensor rank has."""
+        before, inside, after = self.parts.parameters(self.layout.tp)
+        tied_twice = stage.first and self.run.model.is_tied
+        return inside * len(stage.blocks) + before * stage.first + after * (stage.last and not tied_twice)
+
+    def _sent(self, stage: Stage) -> Sent:
+        layout, elements = self.layout, self._elements(stage)
+        units = len(stage.blocks) + stage.first + stage.last
+        if layout.zero < 2 and layout.zero_join:
+            units = max(min(units, elements // layout.zero_join), 1)
+        stride = strides(layout)
+        return sent(
+            self.parts, elements, units, ranks=layout.state_ranks, cut=shards(layout), zero=layout.zero,
+            reduce_bytes=reduce_bytes(self.run), stride=min(stride[axis] for axis in STATE_AXES),
+        )  # fmt: skip
+
+    def _times(self, stage: Stage, sent: Sent) -> Times:
         pieces = self.pieces(stage)
         forward = sum(times * each.forward for times, each in pieces)
         backward = sum(times * (each.backward + each.recompute) for times, each in pieces)
-        before, inside, after = parts.parameters(layout.tp)
-        elements = inside * len(stage.blocks) + before * stage.first
-        if stage.last and not (stage.first and self.run.model.is_tied):
-            elements += after
-        units = len(stage.blocks) + stage.first + stage.last
-        if layout.zero < 2:
-            units = max(min(units, elements // max(layout.zero_join, 1)), 1)
-        ranks, cut = layout.state_ranks, shards(layout)
-        stride = strides(layout)
-        going = sent(
-            parts, elements, units, ranks=ranks, cut=cut, zero=layout.zero, reduce_bytes=reduce_bytes(self.run),
-            stride=min(stride[axis] for axis in STATE_AXES if layout.size(axis) > 1 or axis == "dp"),
-        )  # fmt: skip
-        return times(
-            forward, backward, parts.optimizer(elements / cut), going, zero=layout.zero,
-            by_step=layout.zero_gather == "step", constants=parts.constants,
-        )  # fmt: skip
+        return times(forward, backward, sent, zero=self.layout.zero, by_step=self._by_step, constants=self._constants)
+
+    def _publish(self, stages: range) -> float:
+        forward = sum(float(self.times[stage].forward) for stage in stages)
+        together = Sent(*(np.add.reduce([self.sent[stage][place] for stage in stages]) for place in range(3)))
+        by_step, constants = self._by_step, self._constants
+        return float(publish(forward, together, zero=self.layout.zero, by_step=by_step, constants=constants))
+
+    @property
+    def _by_step(self) -> bool:
+        return self.layout.zero_gather == "step"
+
+    @property
+    def _constants(self) -> Constants:
+        return self.parts.constants
 
     def _message(self) -> float:
         """Seconds of a message between stages."""
@@ -170,10 +188,15 @@ class _Step:
             forward[:-1] += self.message
             backward[1:] += self.message
         reduce = np.array([float(each.tail) for each in self.times])
-        step = np.array([float(each.step) for each in self.times])
-        for first in range(self.layout.pp):  # a rank updates all its stages, and is asked for its first
-            step[first] = step[first :: self.layout.pp].sum()
-        return Stages(forward, backward, send, reduce, step + self._small() + self._tied())
+        step = np.zeros(len(self.every))
+        for first, stages in enumerate(self.ranks):  # a rank updates all its stages at once, asked for its first
+            step[first] = self._update(stages) + self.publish[first]
+        return Stages(forward, backward, send, reduce, step)
+
+    def _update(self, stages: range) -> float:
+        """Seconds of the optimizer on a rank, and of the sums before it: of the norm, the metrics, and tied tables."""
+        elements = sum(self._elements(self.every[stage]) for stage in stages)
+        return float(self.parts.optimizer(elements / shards(self.layout))) + self._small() + self._tied()
 
     def _small(self) -> float:
         """Seconds of the sums of the norm and of the metrics, over all ranks."""
@@ -183,8 +206,8 @@ class _Step:
         """The lines of a step that takes so long, and what follows from them."""
         layout, run, micros = self.layout, self.run, self.micros
         busy = self.stages.forward + self.stages.backward
-        ranks = [list(range(rank, len(self.every), layout.pp)) for rank in range(layout.pp)]
-        mine = max(ranks, key=lambda stages: sum(float(busy[stage]) for stage in stages))
+        rank = max(range(layout.pp), key=lambda rank: sum(busy[stage] for stage in self.ranks[rank]))
+        mine = self.ranks[rank]
         lines = {"compute": 0.0, "recompute": 0.0}
         for stage in mine:
             for times_, each in self.pieces(self.every[stage]):
@@ -199,11 +222,10 @@ class _Step:
         told = sum(float(busy[stage]) * micros for stage in mine)
         lines["pp"] = told - sum(lines.values())
         tail = max(float(self.stages.reduce[stage]) for stage in mine)
-        step = float(self.stages.step[mine[0]])
-        optimizer = step - float(self.times[mine[0]].publish)
+        step = float(self.stages.step[rank])
         lines["zero.reduce"] += tail
-        lines["zero.publish"] = float(self.times[mine[0]].publish)
-        lines["optimizer"] = optimizer
+        lines["zero.publish"] = self.publish[rank]
+        lines["optimizer"] = step - self.publish[rank]
         lines["bubble"] = length - told - tail - step
         tokens = run.batch.sequences * run.data.seq_len
         needed = model_flops(run.model, seq=run.data.seq_len) * tokens
