@@ -44,6 +44,7 @@ class Constants:
     norm: float = 0.5
     norm_backward: float = 0.5
     lookup: float = 0.3  # of single rows, by index
+    exponential: float = 0.0  # element by element with an exponential of each; 0: as stream
     update: float = 0.7  # the optimizer
 
     # -- what each operator costs however small
@@ -75,6 +76,12 @@ class Constants:
     accumulate_bytes: float = 10.0  # moved to add a parameter's gradient to those of other micro-batches
     update_bytes: float = 34.0  # that the optimizer moves for each parameter: see parts.optimizer
     straggle: float = 0.0  # part of a step by which the slowest of many ranks is slower, for each doubling of them
+
+    # -- CPUs, as `meshwright probe` measures them: see cost/cpu.py
+    threads: tuple[tuple[int, float], ...] = ()  # threads of a rank, and how many times faster they are than one
+    busy: tuple[tuple[int, float], ...] = ()  # ranks busy at once, and how much slower each is beside its part of cores
+    collectives: tuple[tuple[str, int, int, tuple[tuple[int, float], ...]], ...] = ()
+    """Operation, ranks at once, ranks of a group, and seconds by bytes; where there are any, links do not count."""
 
     error: float = 0.2  # mean absolute error of step time on published rows that were not fitted: docs/accuracy.md
 

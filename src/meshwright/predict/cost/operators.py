@@ -18,7 +18,7 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.sequence import Method, Order
 
 Written = Literal["sdpa", "explicit"]
-Moves = Literal["stream", "softmax", "norm", "norm_backward", "lookup"]
+Moves = Literal["stream", "softmax", "norm", "norm_backward", "lookup", "exponential"]
 
 LOSS_BYTES = 28, 10
 """Moved for a logit in forward and backward of the loss: it is widened to float32, its row's largest is taken off,
@@ -185,7 +185,7 @@ def head(it: Sizes) -> list[Operator]:
     return [
         norm(it),
         _linear(it, "logits", it.spec.hidden, it.words),
-        _moves("loss", forward * logits, backward * logits),
+        _moves("loss", forward * logits, backward * logits, kind="exponential"),
     ]
 
 
@@ -203,8 +203,10 @@ def _linear(it: Sizes, name: str, into: int, out: int, *, bias: bool = False) ->
     return Operator(name, (Product(1, n, out, into),), tuple(backward), "linear")
 
 
-def _moves(name: str, forward: float, backward: float, word: Operators | None = None) -> Operator:
-    return Operator(name, (Move(forward),), (Move(backward),), word)
+def _moves(
+    name: str, forward: float, backward: float, word: Operators | None = None, kind: Moves = "stream"
+) -> Operator:
+    return Operator(name, (Move(forward, kind),), (Move(backward, kind),), word)
 
 
 def norm(it: Sizes) -> Operator:
@@ -232,11 +234,11 @@ def _residual(it: Sizes) -> Iterator[Operator]:
 def _activation(it: Sizes) -> Iterator[Operator]:
     wide = it.values(it.tokens * it.ffn)
     if it.spec.family == "gpt2":
-        yield _moves("activation", 2 * wide, 3 * wide, "activation")
+        yield _moves("activation", 2 * wide, 3 * wide, "activation", "exponential")
     elif it.fused:
-        yield _moves("activation", 3 * wide, 5 * wide, "activation")
+        yield _moves("activation", 3 * wide, 5 * wide, "activation", "exponential")
     else:
-        yield _moves("activation", 2 * wide, 3 * wide, "activation")
+        yield _moves("activation", 2 * wide, 3 * wide, "activation", "exponential")
         yield _moves("gate", 3 * wide, 6 * wide)
 
 

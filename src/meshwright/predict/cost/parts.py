@@ -13,6 +13,7 @@ import numpy as np
 
 from meshwright.predict.context import Attention, messages
 from meshwright.predict.cost.constants import Constants, constants_of
+from meshwright.predict.cost.cpu import shared
 from meshwright.predict.cost.links import Array, Links, Numbers
 from meshwright.predict.cost.operators import Operator, Shard, Sizes, Work, Written, block, embedding, head
 from meshwright.predict.cost.roofline import kernels, seconds
@@ -65,8 +66,11 @@ class Parts:
     """The costs of `model` on `cluster`, for sequences of `seq` tokens."""
 
     def __init__(
-        self, model: ModelSpec, seq: int, precision: Precision, cluster: Cluster, *, attention: Written = "sdpa"
-    ) -> None:
+        self, model: ModelSpec, seq: int, precision: Precision, cluster: Cluster, *, attention: Written = "sdpa",
+        ranks: int | None = None,
+    ) -> None:  # fmt: skip
+        """ranks: how many are at work, by default one a device: on CPUs they share cores."""
+        cluster = shared(cluster, ranks or cluster.devices)
         self.model, self.seq, self.precision, self.cluster, self.attention = model, seq, precision, cluster, attention
         self.constants: Constants = constants_of(cluster)
         self.links = Links(cluster, self.constants)
@@ -165,7 +169,8 @@ class Parts:
             stride = shard.tp * (it.over if each.axis == "cp.outer" else 1)
             took = each.times * float(self.collective(each.operation, each.payload, each.ranks, stride))
             if each.operation == "shift" and it.method not in ("rsa",):
-                took = max(took - computing[each.phase] * (it.ring - 1) / it.ring, 0.0)
+                under = min(took, computing[each.phase] * (it.ring - 1) / it.ring)
+                took -= under * (1 - self.constants.contention)
             exposed[each.phase] += took
         return exposed["forward"], exposed["backward"]
 

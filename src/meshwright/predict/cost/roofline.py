@@ -51,7 +51,7 @@ def move(work: Move, constants: Constants, bandwidth: float) -> float:
     """What reads and writes memory; nothing costs nothing, not even a kernel."""
     if not work.bytes:
         return 0.0
-    part: float = getattr(constants, work.kind)
+    part: float = getattr(constants, work.kind) or constants.stream
     return constants.kernel + work.bytes / (bandwidth * part)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from meshwright.predict.cost.bound import Stages
 from meshwright.predict.cost.constants import Constants
+from meshwright.predict.cost.cpu import crowd, stretched
 from meshwright.predict.cost.operators import Shard, Written
 from meshwright.predict.cost.parts import Block, Parts
 from meshwright.predict.cost.stage import Sent, Times, publish, sent, times
@@ -32,8 +33,8 @@ class StepTime:
     """Seconds of a step, and where they go on the pipeline rank that computes longest.
 
     lines: "compute" (forward and backward), "recompute", "optimizer", "bubble", and what computing waits for: "host",
-    "tp", "cp", "pp", "zero.gather", "zero.reduce", "zero.publish", "step". They add up to `seconds`. low, high: the
-    error band. utilisation: model FLOPs utilisation.
+    "tp", "cp", "pp", "zero.gather", "zero.reduce", "zero.publish", "step"; "cores", which they share. They add up to
+    `seconds`. low, high: the error band. utilisation: model FLOPs utilisation.
     """
 
     seconds: float
@@ -51,7 +52,7 @@ class StepTime:
     @property
     def exposed(self) -> float:
         """Seconds of communication that computing waits for."""
-        own = ("compute", "recompute", "optimizer", "bubble", "host")
+        own = ("compute", "recompute", "optimizer", "bubble", "host", "cores")
         return sum(time for reason, time in self.lines.items() if reason not in own)
 
 
@@ -63,31 +64,35 @@ def step_time(run: RunSpec, layout: Layout, cluster: Cluster, parts: Parts | Non
     """
     if layout.world > cluster.devices:
         raise UserError(f"layout: {layout.world} ranks on {cluster.devices} devices; use {cluster.devices} or fewer")
-    parts = parts or parts_of(run, cluster)
+    parts = parts or parts_of(run, cluster, layout.world)
     found = _Step(run, layout, parts)
+    crowded = crowd(cluster, layout.world)
     if layout.pp == 1:
         only = found.times[0]
         length = float(found.micros * (only.forward + only.backward) + only.tail + found.stages.step[0])
+        whole = length * crowded
     else:
-        length = simulate(
+        timeline = simulate(
             schedule_of(run, layout),
             forward=found.stages.forward.tolist(),
             backward=found.stages.backward.tolist(),
             send=found.stages.send.tolist(),
             reduce=found.stages.reduce.tolist(),
             step=found.stages.step.tolist(),
-        ).length
-    return found.told(length)
+        )
+        length, whole = timeline.length, stretched(timeline, layout.world // layout.pp, crowded)
+    return found.told(length, whole)
 
 
-def parts_of(run: RunSpec, cluster: Cluster) -> Parts:
-    """The costs that all layouts of a run share."""
-    return _parts(run.model, run.data.seq_len, run.precision, cluster.model_dump_json(), run.attention)
+def parts_of(run: RunSpec, cluster: Cluster, ranks: int) -> Parts:
+    """The costs that all layouts of a run over `ranks` ranks share."""
+    return _parts(run.model, run.data.seq_len, run.precision, cluster.model_dump_json(), run.attention, ranks)
 
 
 @lru_cache(maxsize=8)
-def _parts(model: ModelSpec, seq: int, precision: Precision, cluster: str, attention: Written) -> Parts:
-    return Parts(model, seq, precision, Cluster.model_validate_json(cluster), attention=attention)
+def _parts(model: ModelSpec, seq: int, precision: Precision, cluster: str, attention: Written, ranks: int) -> Parts:
+    whole = Cluster.model_validate_json(cluster)
+    return Parts(model, seq, precision, whole, attention=attention, ranks=ranks)
 
 
 def strides(layout: Layout) -> dict[Axis, int]:
@@ -202,8 +207,8 @@ class _Step:
         """Seconds of the sums of the norm and of the metrics, over all ranks."""
         return 2 * float(self.parts.collective("all_reduce", 8, self.layout.world, 1))
 
-    def told(self, length: float) -> StepTime:
-        """The lines of a step that takes so long, and what follows from them."""
+    def told(self, length: float, whole: float) -> StepTime:
+        """The lines of a step that takes `whole`, or would take `length` if each rank had a core of its own."""
         layout, run, micros = self.layout, self.run, self.micros
         busy = self.stages.forward + self.stages.backward
         rank = max(range(layout.pp), key=lambda rank: sum(busy[stage] for stage in self.ranks[rank]))
@@ -227,14 +232,15 @@ class _Step:
         lines["zero.publish"] = self.publish[rank]
         lines["optimizer"] = step - self.publish[rank]
         lines["bubble"] = length - told - tail - step
+        lines["cores"] = whole - length
         tokens = run.batch.sequences * run.data.seq_len
         needed = model_flops(run.model, seq=run.data.seq_len) * tokens
         error = self.parts.constants.error
         return StepTime(
-            seconds=length,
+            seconds=whole,
             lines={reason: time for reason, time in lines.items() if time or reason in ("compute", "bubble")},
-            utilisation=needed / (length * layout.world * self.parts.peak),
-            tokens_per_second=tokens / length,
-            low=length * (1 - error),
-            high=length * (1 + error),
+            utilisation=needed / (whole * layout.world * self.parts.peak),
+            tokens_per_second=tokens / whole,
+            low=whole * (1 - error),
+            high=whole * (1 + error),
         )
