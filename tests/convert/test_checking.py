@@ -184,6 +184,23 @@ def test_inspect(saved):
         inspect(saved)
 
 
+@pytest.mark.parametrize(
+    ("lose", "said"),
+    [
+        (lambda meta: meta.pop("run"), "run: field required"),
+        (lambda meta: meta["run"].pop("precision"), "run precision: field required"),
+        (lambda meta: meta.update(updates=None), "updates: input should be a valid integer"),
+    ],
+)
+def test_one_that_no_run_has_written(saved, lose, said, capsys):
+    """Whole, and of no use: each command says so, none of them with a traceback."""
+    changed(saved, lambda plain: lose(plain["meta"]))
+    for words in (["inspect"], ["export", "--tokenizer", "none"]):
+        out = [str(saved.parent / "out")] * (words[0] == "export")
+        assert command(["checkpoint", words[0], str(saved), *out, *words[1:]]) == 1
+        assert f"the checkpoint was not written by a run: {said}" in capsys.readouterr().err
+
+
 def test_neither_imports_torch(saved):
     script = (
         "import sys; from meshwright.cli.main import run; "

@@ -13,6 +13,7 @@ import pytest
 import torch
 from tests.train.saving import TENSORS, content, names, save, saver
 
+from meshwright.spec.errors import RunError
 from meshwright.train import checkpoint, folders, tensorfile
 from meshwright.train.checkpoint import Newest
 
@@ -214,3 +215,20 @@ def test_what_fails_after_a_checkpoint_is_in_place_is_told_as_that(tmp_path, mon
     assert not list(tmp_path.glob(".saving-*"))
     save(tmp_path, 30, keep=1)
     assert names(tmp_path) == ["step-00000030"]
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_file_that_is_not_as_long_as_what_was_written_makes_no_checkpoint(tmp_path, monkeypatch, change):
+    """A shared folder may show another rank's file as it was, or a disk may lose its end."""
+    save(tmp_path, 1)
+    written = tensorfile.write
+
+    def otherwise(path, *args):
+        found = written(path, *args)
+        os.truncate(path, os.path.getsize(path) + change)
+        return found
+
+    monkeypatch.setattr(tensorfile, "write", otherwise)
+    with pytest.raises(RunError, match=r"rank-00000\.safetensors is not as long as what was written"):
+        save(tmp_path, 2)
+    assert checkpoint.newest(tmp_path) == Newest(1, ()) and names(tmp_path) == ["step-00000001"]

@@ -16,7 +16,7 @@ from meshwright.spec.errors import RunError, UserError
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import Batch, Data, LrSchedule, Optimizer, RunSpec
-from meshwright.train import checkpoint, state
+from meshwright.train import checkpoint, manifestfile, state
 from meshwright.train.lossscale import FLOOR, GROWTH_INTERVAL, LossScale
 from meshwright.train.parts import Part
 from meshwright.train.trainer import Trainer
@@ -358,6 +358,16 @@ def test_missing_unexpected_and_misshapen_tensors_are_named(tmp_path, part):
         with pytest.raises(RunError, match=words):
             restore(trainer, save(trainer, tmp_path, step, spoilt))
     assert all(torch.equal(whole[n], t) for n, t in snapshot(trainer).items())
+
+
+def test_a_checkpoint_that_no_run_has_written_is_refused(tmp_path):
+    trainer = alone(run_of(LLAMA, 1))
+    where = save(trainer, tmp_path)
+    plain = manifestfile.read(where)
+    del plain["meta"]["run"]
+    manifestfile.write(where / manifestfile.NAME, plain)
+    with pytest.raises(RunError, match="the checkpoint was not written by a run: run: field required"):
+        restore(trainer, where)
 
 
 def evaluate_between(mesh, run):

@@ -76,6 +76,7 @@ def inspect(path: Path) -> Contents:
     where = find(path)
     with naming_an_older(path, where):
         plain = manifestfile.read(where)
+        manifestfile.check_meta(plain["meta"])
     return Contents(
         where, plain["meta"], {name: _stored(about) for name, about in plain["tensors"].items()}, plain["files"]
     )

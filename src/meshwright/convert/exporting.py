@@ -26,7 +26,7 @@ from meshwright.model.build import DTYPES
 from meshwright.spec.boxes import boxes_of_run
 from meshwright.spec.errors import RunError, UserError
 from meshwright.spec.model import ModelSpec
-from meshwright.train import checkpoint, folders, tensorfile
+from meshwright.train import checkpoint, folders, manifestfile, tensorfile
 from meshwright.train.manifest import Manifest
 from meshwright.train.parts import Part
 from meshwright.train.storage import Reader
@@ -73,6 +73,7 @@ def export(
     where = find(path)
     with naming_an_older(path, where):
         found = checkpoint.manifest_of(where)
+        manifestfile.check_meta(found.meta)
     spec = _spec(where, found)
     precision = dtype or str(found.meta["run"]["precision"])
     named = str(found.meta["run"]["data"]["tokenizer"]) if tokenizer is None else tokenizer
@@ -92,7 +93,7 @@ def export(
 def _spec(where: Path, found: Manifest) -> ModelSpec:
     try:
         return ModelSpec.model_validate(found.meta["run"]["model"])
-    except (ValidationError, KeyError, TypeError):
+    except ValidationError:
         raise RunError(f"{where} is of a model that this release does not know") from None
 
 

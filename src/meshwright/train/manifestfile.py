@@ -40,6 +40,18 @@ class _Tensor(BaseModel, strict=True):
     boxes: list[_Box]
 
 
+class _Run(BaseModel, strict=True):
+    model: dict[str, Any]
+    precision: str
+    data: dict[str, Any]
+
+
+class _Meta(BaseModel, strict=True):
+    step: NonNegativeInt
+    updates: NonNegativeInt
+    run: _Run
+
+
 class _Whole(BaseModel, strict=True):
     meta: dict[str, Any]
     block: PositiveInt
@@ -77,8 +89,7 @@ def _misfit(plain: Mapping[str, Any]) -> str | None:
     try:
         whole = _Whole.model_validate(plain)
     except ValidationError as error:
-        first = error.errors()[0]
-        return f"{' '.join(map(str, first['loc']))}: {first['msg'][0].lower()}{first['msg'][1:]}"
+        return _words(error)
     for name, tensor in whole.tensors.items():
         for box in tensor.boxes:
             nbytes = math.prod(box.sizes) * ITEMSIZES[tensor.dtype]
@@ -87,6 +98,19 @@ def _misfit(plain: Mapping[str, Any]) -> str | None:
             if box.start + nbytes > whole.files.get(box.file, box.start + nbytes):
                 return f"{name} has a box that lies outside of {box.file}"
     return None
+
+
+def _words(error: ValidationError) -> str:
+    first = error.errors()[0]
+    return f"{' '.join(map(str, first['loc']))}: {first['msg'][0].lower()}{first['msg'][1:]}"
+
+
+def check_meta(meta: Mapping[str, Any]) -> None:
+    """Raise RunError where `meta` does not tell which run is to go on from where, as every run's checkpoint does."""
+    try:
+        _Meta.model_validate(dict(meta))
+    except ValidationError as error:
+        raise RunError(f"the checkpoint was not written by a run: {_words(error)}") from error
 
 
 def write(path: Path, plain: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from meshwright.parallel.flat import Unit
 from meshwright.predict.params import tensors
 from meshwright.spec.errors import RunError, UserError
 from meshwright.spec.run import RunSpec
+from meshwright.train import manifestfile
 from meshwright.train.manifest import Manifest
 from meshwright.train.optimizer import MOMENTS
 from meshwright.train.parts import Part, clipped, parts_of
@@ -79,7 +80,9 @@ def meta(trainer: Trainer, step: int, counts: Counts) -> dict[str, Any]:
 
 
 def check_fits(trainer: Trainer, saved: Manifest) -> None:
-    """Raise UserError for a checkpoint of another model, RunError for missing, unexpected or misshapen tensors."""
+    """Raise UserError for a checkpoint of another model, RunError for missing, unexpected or misshapen tensors,
+    and for one that no run has written."""
+    manifestfile.check_meta(saved.meta)
     check_same_model(trainer.run, saved.meta)
     wanted = _wanted(trainer)
     missing, unexpected = sorted(wanted.keys() - saved.tensors.keys()), sorted(saved.tensors.keys() - wanted.keys())
