@@ -120,20 +120,21 @@ def running(pid: int) -> bool:
         return False
 
 
-def parameters(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    return checkpoint.load(folders.path(folder / "run" / "checkpoints", step))[0]
+def parameters(folder: Path, step: int, out: str = "run") -> dict[str, torch.Tensor]:
+    return checkpoint.load(folders.path(folder / out / "checkpoints", step))[0]
 
 
-def lines(folder: Path, split: str = "train") -> list[dict]:
-    found = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+def lines(folder: Path, split: str = "train", out: str = "run") -> list[dict]:
+    found = [json.loads(line) for line in (folder / out / "metrics.jsonl").read_text().splitlines()]
     return [line for line in found if line["split"] == split]
 
 
 def last_words(mesh, run: RunSpec, folder: Path) -> str:
-    """What the command does on a rank, without a process of its own; what it says at the end."""
+    """What the command does on a rank, without a process of its own; what it says at the end. On the way it says what
+    it would to stderr."""
     os.chdir(folder)
     with StopFlag() as stop, contextlib.redirect_stdout(io.StringIO()) as out:
-        loop = Loop(run, mesh, stop, quiet=True)
+        loop = Loop(run, mesh, stop, quiet=False)
         assert loop.run() == 0
         loop.farewell()
     return out.getvalue()

@@ -71,16 +71,20 @@ def killed_in_import() -> None:
     time.sleep(300)
 
 
+def connection_breaks() -> None:
+    try:
+        raise RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:1234")
+    except RuntimeError as exc:
+        raise RunError("all_reduce zero.reduce failed") from exc
+
+
 def killed_and_echo() -> None:
     """Rank 0 reports the lost connection before the death of rank 1 can be seen."""
     stepping()
     if rank == 1:
         time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        raise RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:1234")
-    except RuntimeError as exc:
-        raise RunError("all_reduce zero.reduce failed") from exc
+    connection_breaks()
 
 
 def raises_and_echo() -> None:
@@ -161,6 +165,30 @@ def one_rank_told() -> None:
         time.sleep(0.5 * (1 - rank))  # rank 0 takes longer, and must be left to finish
         (folder / f"saved{rank}").touch()
         sys.exit(143 if rank else 0)
+
+
+def all_told() -> None:
+    """SIGTERM reaches rank 1 alone, which shares its flag; wherever the others are, they end as it does."""
+    with StopFlag() as flag:
+        all_ranks_ready()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert flag.requested == signal.SIGTERM
+            (folder / "flag").touch()
+        while not (folder / "flag").exists():
+            time.sleep(0.01)
+    sys.exit(143)
+
+
+def one_node_fails() -> None:
+    """The rank of the node that is told so is killed; the other one hears the connection break."""
+    stepping()
+    if sys.argv[3] == "fails":
+        (folder / "dead").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    while not (folder / "dead").exists():
+        time.sleep(0.01)
+    connection_breaks()
 
 
 def told_too_early() -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
-from tests.train.commands import Command, free_port, lines, listening, running, text
 
-from meshwright.spec.errors import UserError
+from meshwright.spec.errors import RunError, UserError
 from meshwright.train import folders
+from meshwright.train.launch import launch
 from meshwright.train.lock import HeldError, locked
 from meshwright.train.nodes import Nodes
+from train.commands import Command, free_port, lines, listening, running, text
+
+WORKER = str(Path(__file__).with_name("launch_worker.py"))
 
 
 @pytest.mark.timeout(400)  # ranks start six times, and machines are shared
@@ -65,37 +68,35 @@ def test_a_node_dies_and_comes_back(tmp_path):
     assert len(restarts) >= 3 and restarts == list(range(1, len(restarts) + 1))
 
 
-@pytest.mark.timeout(300)
-def test_nodes_end_together(tmp_path):
+def node(number, _, folder, port, case, says=("", ""), restarts=0):
+    """One of two launchers, the first of which has the store; its rank does a case of launch_worker.py."""
+    while number and not listening(port):
+        time.sleep(0.01)
+    try:
+        return launch(
+            [case, str(folder), says[number]], ranks=1, folder=folder / f"out{number}", entry=WORKER,
+            max_restarts=restarts, nodes=Nodes.of("2", f"127.0.0.1:{port}", "run"),
+        )  # fmt: skip
+    except RunError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(("case", "code"), [("hello", 0), ("all_told", 143)])
+def test_nodes_end_together(ranks, tmp_path, case, code):
     """Done, with 0 on both; asked to stop on one, where both are needed, with 143 on both."""
-    folder = text(tmp_path)
-    for words, code in (("steps=3",), 0), (("steps=1000000", "--max-restarts", "2"), 143):
-        meeting = ("--ranks", "1", "--nnodes", "2", "--rdzv-endpoint", f"localhost:{free_port()}")
-        with Command(folder, *meeting, *words) as first, Command(folder, *meeting, *words) as second:
-            if code:
-                first.until(lambda: len(lines(folder)) > 10)
-                os.kill(second.ranks()[0], signal.SIGTERM)
-            assert (first.end(), second.end()) == (code, code)
-            assert "Traceback" not in first.err + second.err and "restart" not in first.err + second.err
+    found = ranks.attempt(2, node, tmp_path, free_port(), case, ("", ""), 2, bare=True)
+    assert [each.value for each in found] == [code, code], found
+    assert not any(word in each.stderr for each in found for word in ("Traceback", "restart"))
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("host_fails", [True, False])
-def test_a_rank_of_a_node_that_fails_for_good_ends_all(tmp_path, host_fails):
+@pytest.mark.parametrize("says", [("fails", ""), ("", "fails")])
+def test_a_rank_of_a_node_that_fails_for_good_ends_all(ranks, tmp_path, says):
     """On the node with the store, which ends with it, and on the other: both say what happened."""
-    folder, port = text(tmp_path), free_port()
-    meeting = ("--ranks", "1", "--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}")
-    words = (*meeting, "steps=1000000", "validation.every=0")
-    with Command(folder, *words) as host:
-        host.until(lambda: listening(port))
-        with Command(folder, *words) as guest:
-            host.until(lambda: (folder / "run" / "metrics.jsonl").exists() and len(lines(folder)) > 5)
-            failing, other = (host, guest) if host_fails else (guest, host)
-            (rank,) = failing.ranks()
-            os.kill(rank, signal.SIGKILL)
-            assert failing.end() == 1 and "was killed by SIGKILL" in failing.err
-            assert other.end() == 1 and "the run has ended on another node" in other.err
-    assert "Traceback" not in host.err + guest.err
+    found = ranks.attempt(2, node, tmp_path, free_port(), "one_node_fails", says, bare=True)
+    failing, other = sorted(found, key=lambda each: says[each.rank], reverse=True)
+    assert failing.value == 1 and "was killed by SIGKILL at step 7" in failing.stderr
+    assert other.value == "launch: the run has ended on another node, which says why", other
+    assert not any("Traceback" in each.stderr for each in found)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,10 @@ import sys
 import time
 
 import pytest
-from tests.train.commands import FIELDS, Command, lines, running, text
 
+from meshwright.spec.load import load_run
 from meshwright.train import folders
+from train.commands import FIELDS, Command, last_words, lines, running, text
 
 
 @pytest.fixture
@@ -46,10 +47,14 @@ def test_a_killed_rank_starts_all_again_until_restarts_are_used_up(folder):
     assert steps == list(range(1, len(steps) + 1)), "each step once, in order, whatever was trained again"
 
 
-def test_what_a_launch_was_told_to_ignore_is_not_what_it_has_made(folder):
+def trained(ranks, folder, *words):
+    """There has been a run of one rank in the folder."""
+    ranks.run(1, last_words, load_run(None, [*FIELDS, "validation.every=0", "layout.dp=1", *words]), folder)
+
+
+def test_what_a_launch_was_told_to_ignore_is_not_what_it_has_made(folder, ranks):
     """resume=never: begins anew once, and at a restart goes on from its own checkpoints."""
-    with Command(folder, "steps=10", "checkpoint.every=5", "validation.every=0", "layout.dp=1") as command:
-        assert command.end() == 0
+    trained(ranks, folder, "steps=10", "checkpoint.every=5")
     again = ("steps=100000", "checkpoint.every=5", "checkpoint.resume=never", "layout.dp=1", "--max-restarts", "1")
     with Command(folder, *again) as command:
         command.until(lambda: 15 in folders.steps(folder / "run" / "checkpoints"))
@@ -66,16 +71,17 @@ def test_what_a_launch_was_told_to_ignore_is_not_what_it_has_made(folder):
     ("words", "code", "said"),
     [
         (("optimizer.lr=1e30", "max_skips=1", "lr_schedule.warmup=0"), 1, "not finite in 2 steps in a row"),
-        (("model.ffn=32",), 2, "a checkpoint of another model"),
+        (("model.ffn=32",), 2, "another model: model.ffn=24 (this run: 32)"),
     ],
 )
-def test_what_would_fail_again_is_not_started_again(words, code, said, folder):
+def test_what_would_fail_again_is_not_started_again(words, code, said, folder, ranks):
     if code == 2:
-        with Command(folder, "steps=2", "validation.every=0", "layout.dp=1") as command:
-            assert command.end() == 0
-    with Command(folder, "steps=20", "validation.every=0", "layout.dp=1", "--max-restarts", "3", *words) as command:
+        trained(ranks, folder, "steps=2")
+    with Command(folder, "steps=20", "validation.every=0", "layout.dp=2", "--max-restarts", "3", *words) as command:
         assert command.end() == code
-    assert said in command.err and "restart 1" not in command.err
+    assert said in command.err and "restart 1" not in command.err and "Traceback" not in command.err
+    assert command.err.count(said) == 1 or code == 1, "wrong input is the same on all ranks"
+    assert command.err.count("skipped on all ranks") == (2 if code == 1 else 0)
 
 
 def test_a_stop_while_the_ranks_start(folder):
@@ -121,13 +127,13 @@ def test_under_torchrun_a_stop_is_an_end_and_ranks_die_with_it(folder):
         err = process.communicate(timeout=90)[1]
         assert process.returncode == 0 and "stopped after step" in err
         assert folders.steps(folder / "run" / "checkpoints")
-        process = torchrun(folder, options)
+        process = torchrun(folder, ("--standalone", "--nproc-per-node", "1"))
         assert process.stderr is not None
         for line in process.stderr:
             if "step " in line and "/100000" in line:
                 break
         ranks = ranks_of(process)
-        assert len(ranks) == 2
+        assert len(ranks) == 1
         process.kill()
         process.communicate()
         end = time.monotonic() + 10

@@ -1,8 +1,7 @@
-"""Whole runs through the command line: interrupted, killed, resumed, joined to torchrun. Each starts real ranks."""
+"""Whole runs through the command line: interrupted, killed, joined to torchrun. Each starts real ranks."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -16,90 +15,34 @@ import torch
 
 from meshwright.spec.load import load_run
 from meshwright.train import checkpoint, folders
-from train.commands import last_words
-
-FIELDS = [
-    "model={layers: 1, hidden: 16, heads: 2, kv_heads: 1, ffn: 24}",
-    "data={path: text.txt, seq_len: 16}",
-    "batch={sequences: 6, micro: 2}",
-    "validation={every: 4, sequences: 5}",
-    "lr_schedule.warmup=2",
-    "out=run",
-]
+from train.commands import FIELDS, Command, last_words, lines, parameters, text
 
 
 @pytest.fixture
 def folder(tmp_path):
-    (tmp_path / "text.txt").write_text("".join(f"line {i}: {i * i}\n" for i in range(400)))
-    return tmp_path
+    return text(tmp_path)
 
 
-def start(folder: Path, *fields: str, command: tuple[str, ...] = ("-m", "meshwright", "train")) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, *command, *FIELDS, *fields],
-        cwd=folder,
-        env=os.environ | {"NO_COLOR": "1", "PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def finish(process: subprocess.Popen, timeout: float = 90) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=timeout)
-    return process.returncode, out, err
-
-
-def wait_for(process: subprocess.Popen, words: str) -> str:
-    seen = ""
-    for line in process.stderr:
-        seen += line
-        if words in line:
-            return seen
-    raise AssertionError(f"{words!r} never came:\n{seen}")
-
-
-def parameters(folder: Path, step: int, out: str = "run") -> dict[str, torch.Tensor]:
-    return checkpoint.load(folders.path(folder / out / "checkpoints", step))[0]
-
-
-def metrics(folder: Path, split: str = "train", out: str = "run") -> list[dict]:
-    lines = [json.loads(line) for line in (folder / out / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["split"] == split]
-
-
-def children(process: subprocess.Popen) -> list[int]:
-    """The ranks' process ids, in order of rank."""
-    found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=False)
-    return sorted(map(int, found.stdout.split()))
-
-
-def interrupted(folder: Path, number: signal.Signals, *fields: str, after: str = "step 5/") -> tuple[int, str, str]:
-    process = start(folder, *fields)
-    wait_for(process, after)
-    process.send_signal(number)
-    return finish(process)
-
-
-@pytest.mark.timeout(400)  # three whole runs, and machines are shared
-def test_an_interrupted_run_goes_on_to_the_same_numbers(folder, tmp_path_factory):
+@pytest.mark.timeout(300)  # machines are shared
+def test_an_interrupted_run_goes_on_to_the_same_numbers(folder, ranks, tmp_path_factory):
     """Interrupted by SIGINT, then finished: bit for bit the run that nobody disturbed, and no step told twice."""
-    undisturbed = tmp_path_factory.mktemp("undisturbed")
-    (undisturbed / "text.txt").write_text((folder / "text.txt").read_text())
-    code, out, err = finish(start(undisturbed, "steps=240", "checkpoint.every=120"))
-    assert code == 0, err
+    words = ("steps=240", "checkpoint.every=120", "validation.every=4", "layout.dp=2")
+    run, undisturbed = load_run(None, [*FIELDS, *words]), text(tmp_path_factory.mktemp("undisturbed"))
+    out, _ = ranks.run(2, last_words, run, undisturbed)
     assert "bigrams" in out and "sample:" in out
 
-    code, _, err = interrupted(folder, signal.SIGINT, "steps=240", "checkpoint.every=120")
-    assert code == 130, err
-    assert "Traceback" not in err and "stopped after step" in err
+    with Command(folder, *words) as command:
+        command.until("step 5/")
+        command.process.send_signal(signal.SIGINT)
+        assert command.end() == 130, command.err
+    assert "Traceback" not in command.err and "stopped after step" in command.err
     reached = folders.steps(folder / "run" / "checkpoints")[-1]
     assert 5 <= reached < 240
-    code, _, err = finish(start(folder, "steps=240", "checkpoint.every=120"))
-    assert code == 0, err
-    assert f"resumed after step {reached}" in err
+    speaks, _ = ranks.attempt(2, last_words, run, folder)
+    assert speaks.ok, speaks
+    assert f"resumed after step {reached}" in speaks.stderr
     for split in ("train", "validation"):
-        ours, theirs = metrics(folder, split), metrics(undisturbed, split)
+        ours, theirs = lines(folder, split), lines(undisturbed, split)
         assert [line["step"] for line in ours] == [line["step"] for line in theirs]
         assert [line["loss"] for line in ours] == [line["loss"] for line in theirs]
     ours, theirs = parameters(folder, 240), parameters(undisturbed, 240)
@@ -108,23 +51,21 @@ def test_an_interrupted_run_goes_on_to_the_same_numbers(folder, tmp_path_factory
 
 
 def test_context_ranks_train_what_one_device_does(folder, ranks):
-    """Packed texts; two steps, then the command again: the same losses, sample and checkpoint, whatever cp is."""
+    """Packed texts; two steps, then again from there: the same losses, sample and checkpoint, whatever cp is."""
     (folder / "shelf").mkdir()
     for index in range(30):
         (folder / "shelf" / f"{index}.txt").write_text(f"text {index}: " + f"{index * index} " * (index % 9))
-    fields = ["data={path: shelf, seq_len: 16, packing: documents}", "precision=float64", "device=cpu"]
+    fields = [*FIELDS, "data={path: shelf, seq_len: 16, packing: documents}", "precision=float64"]
     fields += ["lr_schedule.decay=constant", "lr_schedule.decay_steps=0", "validation.every=2"]
-    (alone,) = ranks.run(
-        1, last_words, load_run(None, [*FIELDS, *fields, "layout.dp=1", "steps=4", "out=alone"]), folder
-    )
-    run = load_run(None, [*FIELDS, *fields, "layout={dp: 1, cp: 2}", "steps=2"])
-    ranks.run(2, last_words, run, folder, axes={"cp": 2})
-    code, out, err = finish(start(folder, *fields, "layout={dp: 1, cp: 2}", "steps=4"))
-    assert code == 0 and "layout   cp=2, ring in zigzag parts: 2 ranks, float64" in err, err
-    assert "resumed after step 2" in err
-    assert out == alone.replace("alone/", "run/").replace("in alone)", "in run)")
+    (alone,) = ranks.run(1, last_words, load_run(None, [*fields, "layout.dp=1", "steps=4", "out=alone"]), folder)
+    for steps in (2, 4):
+        run = load_run(None, [*fields, "layout={dp: 1, cp: 2}", f"steps={steps}"])
+        speaks, other = ranks.attempt(2, last_words, run, folder, axes={"cp": 2})
+        assert speaks.ok and other.ok, speaks
+    assert "resumed after step 2" in speaks.stderr
+    assert speaks.value == alone.replace("alone/", "run/").replace("in alone)", "in run)")
     for split in ("train", "validation"):
-        ours, theirs = metrics(folder, split), metrics(folder, split, "alone")
+        ours, theirs = lines(folder, split), lines(folder, split, "alone")
         assert [line["step"] for line in ours] == [line["step"] for line in theirs] != []
         assert [line["loss"] for line in ours] == pytest.approx([line["loss"] for line in theirs], rel=1e-10)
     ours, theirs = parameters(folder, 4), parameters(folder, 4, "alone")
@@ -134,72 +75,60 @@ def test_context_ranks_train_what_one_device_does(folder, ranks):
 
 
 def test_sigterm_to_one_rank_saves_and_ends_all(folder):
-    process = start(folder, "steps=100000")
-    wait_for(process, "step 5/")
-    os.kill(children(process)[-1], signal.SIGTERM)
-    code, _, err = finish(process)
-    assert code == 143, err
+    with Command(folder, "steps=100000") as command:
+        command.until("step 5/")
+        os.kill(command.ranks()[-1], signal.SIGTERM)
+        assert command.end() == 143, command.err
     assert checkpoint.newest(folder / "run" / "checkpoints").step >= 5
 
 
-def test_a_killed_rank_ends_all_and_is_named(folder):
-    process = start(folder, "steps=100000", "checkpoint.every=4")
-    wait_for(process, "saved")
-    ranks = children(process)
-    assert len(ranks) == 2
-    os.kill(ranks[1], signal.SIGKILL)
-    began = time.monotonic()
-    code, _, err = finish(process)
-    assert time.monotonic() - began < 15
-    assert code == 1
-    assert re.search(r"rank 1 was killed by SIGKILL.* at step \d+", err), err
-    named = re.findall(r"^  logs: (.*)$", err, flags=re.MULTILINE)
-    assert all(Path(where).is_dir() for where in named), err
-    assert "Traceback" not in err
+@pytest.mark.parametrize("layout", ["{dp: 2}", "{dp: 1, pp: 2}"])
+def test_a_killed_rank_ends_all_and_is_named(folder, layout):
+    """Within 15 seconds, whether the others wait for it in a sum or for a message; nothing of the run is left."""
+    with Command(folder, "steps=100000", "checkpoint.every=4", f"layout={layout}", "model.layers=2") as command:
+        command.until("saved")
+        ranks = command.ranks()
+        assert len(ranks) == 2
+        os.kill(ranks[1], signal.SIGKILL)
+        began = time.monotonic()
+        assert command.end() == 1
+        assert time.monotonic() - began < 15
+    assert re.search(r"rank 1 was killed by SIGKILL.* at step \d+", command.err), command.err
+    assert re.search(r"rank 0 was .*at step \d+", command.err), command.err
+    named = re.findall(r"^  logs: (.*)$", command.err, flags=re.MULTILINE)
+    assert all(Path(where).is_dir() for where in named), command.err
+    assert "Traceback" not in command.err
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
     assert checkpoint.newest(folder / "run" / "checkpoints").step % 4 == 0
-
-
-def test_a_run_that_diverges_stops_in_words(folder):
-    code, _, err = finish(start(folder, "steps=50", "optimizer.lr=1e30", "max_skips=2", "lr_schedule.warmup=0"))
-    assert code == 1
-    assert "not finite in 3 steps in a row (max_skips=2)" in err and "Traceback" not in err
-    assert err.count("skipped on all ranks") == 3
 
 
 @pytest.mark.parametrize("how", [">&-", ">/dev/full", "2>&-"])
 def test_streams_that_take_nothing(folder, how):
     """A run trains whoever listens; what it has to say at its end must reach somebody, or it has failed."""
     command = f'exec {sys.executable} -m meshwright train "$@" {how}'
-    process = subprocess.Popen(
+    done = subprocess.run(
         ["sh", "-c", command, "sh", *FIELDS, "steps=2", "layout.dp=1"],
-        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=folder, capture_output=True, text=True, timeout=90, check=False,
     )  # fmt: skip
-    code, out, err = finish(process)
+    err = done.stderr
     assert checkpoint.newest(folder / "run" / "checkpoints").step == 2
-    assert [line["step"] for line in metrics(folder)] == [1, 2]
+    assert [line["step"] for line in lines(folder)] == [1, 2]
     assert "Traceback" not in err and "internal error" not in err and "OSError" not in err
     if how == "2>&-":
-        assert (code, err) == (0, "") and "bigrams" in out
+        assert (done.returncode, err) == (0, "") and "bigrams" in done.stdout
     else:
-        assert code == 1 and "rank 0 failed at step 2, telling the result" in err
+        assert done.returncode == 1 and "rank 0 failed at step 2, telling the result" in err
         assert "all steps are done, but standard output cannot be written: " in err
 
 
-def test_a_checkpoint_of_another_model_is_refused_once(folder):
-    assert finish(start(folder, "steps=2"))[0] == 0
-    code, _, err = finish(start(folder, "steps=3", "model.ffn=32"))
-    assert code == 2
-    assert err.count("another model: model.ffn=24 (this run: 32)") == 1 and "Traceback" not in err
-
-
 def test_torchrun_joins(folder):
-    (folder / "run.yaml").write_text("\n".join(field.replace("=", ": ", 1) for field in FIELDS[:4]) + "\nout: run\n")
-    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "-m", "meshwright", "train")
-    process = subprocess.Popen(
+    plain = (field for field in FIELDS if not field.startswith("lr_schedule."))
+    (folder / "run.yaml").write_text("\n".join(field.replace("=", ": ", 1) for field in plain))
+    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "meshwright", "train")
+    done = subprocess.run(
         [sys.executable, *command, "run.yaml", "steps=3"],
-        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=folder, capture_output=True, text=True, timeout=90, check=False,
     )  # fmt: skip
-    code, _, err = finish(process)
-    assert code == 0, err
-    assert "dp=3" in err and [line["step"] for line in metrics(folder)] == [1, 2, 3]
+    assert done.returncode == 0, done.stderr
+    assert "dp=2" in done.stderr, done.stderr
+    assert [line["step"] for line in lines(folder)] == [1, 2, 3]
