@@ -10,6 +10,9 @@ import torch
 from meshwright.model.build import DTYPES
 from meshwright.predict.peaks import peak
 
+LONGEST = 0.1
+"""Seconds that a product may be expected to take to be measured."""
+
 
 @dataclass(frozen=True)
 class Peak:
@@ -25,10 +28,22 @@ def device_peak(device: torch.device, precision: str) -> Peak:
         published = peak(torch.cuda.get_device_name(device), precision)  # type: ignore[arg-type]
         if published is not None:
             return Peak(*published)
-    return Peak(_measured(device, DTYPES[precision]), "a 1024 × 1024 matrix product measured at the start")
+    size, flops = _measured(device, DTYPES[precision])
+    return Peak(flops, f"a {size} × {size} matrix product measured at the start")
 
 
-def _measured(device: torch.device, dtype: torch.dtype, size: int = 1024, repeats: int = 5) -> float:
+def _measured(device: torch.device, dtype: torch.dtype) -> tuple[int, float]:
+    """Size and FLOPs a second of the largest product of up to 1024 that takes little time: a CPU without instructions
+    for 16 bits needs 5 s for one of 1024."""
+    size, seconds = 128, _best(device, dtype, 128)
+    while size < 1024 and 8 * seconds < LONGEST:
+        size *= 2
+        seconds = _best(device, dtype, size)
+    return size, 2 * size**3 / seconds
+
+
+def _best(device: torch.device, dtype: torch.dtype, size: int, repeats: int = 5) -> float:
+    """Seconds of the fastest of a few products."""
     a = torch.ones(size, size, dtype=dtype, device=device)
     best = float("inf")
     for _ in range(repeats):
@@ -37,4 +52,4 @@ def _measured(device: torch.device, dtype: torch.dtype, size: int = 1024, repeat
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
+    return best
