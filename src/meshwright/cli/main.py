@@ -20,6 +20,7 @@ COMMANDS = {
     "predict": "Tell what a run will hold, move and compute; starts nothing.",
     "verify": "Prove that a layout computes what one device computes.",
     "checkpoint": "Look into checkpoints, check, export and import them.",
+    "costs": "Measure what the parts of a model take here, to balance a pipeline by.",
     "schedule": "Draw who does what, and when, in a pipeline.",
 }
 

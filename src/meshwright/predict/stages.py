@@ -10,7 +10,9 @@ from meshwright.predict.params import TensorSpec, tensors
 from meshwright.schedule import make
 from meshwright.schedule.actions import Action, Schedule
 from meshwright.schedule.files import read
+from meshwright.spec import costs
 from meshwright.spec.batch import micro_steps
+from meshwright.spec.costs import Costs
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
@@ -26,16 +28,22 @@ def stages_of(spec: ModelSpec, layout: Layout, seq: int) -> tuple[Stage, ...]:
     split = layout.pp_split
     if isinstance(split, tuple):
         return stages(split)
-    before, block, after = _costs(spec, split, seq)
-    return stages(balanced((block,) * spec.layers, layout.stages, before=before, after=after))
+    each = _costs(spec, split, seq)
+    try:
+        blocks = each.blocks(spec.layers)
+    except ValueError as error:
+        raise UserError(f"layout.pp_split: {split}: {error}") from None
+    return stages(balanced(blocks, layout.stages, before=each.embedding, after=each.head))
 
 
-def _costs(spec: ModelSpec, by: str, seq: int) -> tuple[float, float, float]:
+def _costs(spec: ModelSpec, by: str, seq: int) -> Costs:
     """What the embedding, each block and the head cost, in units of their own."""
     if by == "layers":
-        return 0.0, 1.0, 0.0
+        return Costs(0.0, 1.0, 0.0)
     if by == "flops":
-        return 0.0, block_flops(spec, seq), head_flops(spec)
+        return Costs(0.0, block_flops(spec, seq), head_flops(spec))
+    if by != "parameters":
+        return costs.read(Path(by))
     before = block = after = 0
     for tensor in tensors(spec):
         if tensor.block is None:
@@ -43,7 +51,7 @@ def _costs(spec: ModelSpec, by: str, seq: int) -> tuple[float, float, float]:
             after += 0 if tensor.lookup else tensor.numel  # a tied table is held by both ends
         else:
             block += tensor.numel
-    return float(before), block / spec.layers, float(after)
+    return Costs(float(before), block / spec.layers, float(after))
 
 
 def stages_on(run: RunSpec, layout: Layout, rank: int) -> tuple[Stage, ...]:

@@ -16,6 +16,7 @@ Axis = Literal["tp", "cp", "dp", "pp"]
 AXES: tuple[Axis, ...] = ("tp", "cp", "dp", "pp")
 STATE_AXES: tuple[Axis, ...] = ("dp", "cp")
 """Axes whose ranks hold the same parameters: over all of them gradients are summed, and ZeRO shards."""
+SPLITS = ("flops", "parameters", "layers")
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "naive")
 MOST_RANKS = 1_000_000  # far more than any machine has, and few enough to list
 JOIN = 1_000_000  # parameters: 4 MB of float32 gradients, a message whose time is mostly its bytes
@@ -57,10 +58,10 @@ class Layout(BaseModel):
         "1f1b", description="who computes which micro-batch when: naive, gpipe, 1f1b, interleaved, or a schedule file"
     )
     pp_chunks: Ranks = Field(1, description="pp_schedule=interleaved: stages of a pipeline rank")
-    pp_split: Literal["flops", "parameters", "layers"] | tuple[Annotated[int, Field(gt=0)], ...] = Field(
+    pp_split: Annotated[str, Field(min_length=1)] | tuple[Annotated[int, Field(gt=0)], ...] = Field(
         "flops",
-        description="how blocks are dealt out over stages: by what stages cost, embedding and head counted; by number "
-        "(layers); or the number of each stage's",
+        description="how blocks are dealt out over stages: by what stages cost, embedding and head counted (flops, "
+        "parameters, or seconds: a file of `meshwright costs`); by number (layers); or the number of each stage's",
     )
     ep: Ranks = Field(1, description="expert ranks, a part of dp × cp")
     zero: Annotated[int, Field(ge=0, le=3)] = Field(
@@ -160,6 +161,11 @@ class Layout(BaseModel):
             raise ValueError("pp_schedule=interleaved gives each rank several stages; use pp_chunks=2 or more, or 1f1b")
         if named and self.pp_schedule != "interleaved" and self.pp_chunks > 1:
             raise ValueError(f"pp_chunks={self.pp_chunks} belongs to pp_schedule=interleaved; leave it out")
+        if isinstance(self.pp_split, str) and self.pp_split not in SPLITS and not self.pp_split.endswith(".json"):
+            raise ValueError(
+                f"pp_split={self.pp_split}: no such way{near(self.pp_split, SPLITS)}; there are "
+                f"{join([*SPLITS, 'a file of costs (….json)', 'the number of each stage’s blocks ([7, 9])'])}"
+            )
         if isinstance(self.pp_split, tuple) and len(self.pp_split) != self.stages:
             raise ValueError(
                 f"pp_split={show(list(self.pp_split))} is for {len(self.pp_split)} stages, and pp={self.pp}"

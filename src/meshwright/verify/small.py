@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 from meshwright.predict.params import unit_counts, units
+from meshwright.predict.stages import stages_of
 from meshwright.spec.batch import micro_steps
 from meshwright.spec.context import grain
-from meshwright.spec.layout import Layout
+from meshwright.spec.layout import SPLITS, Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import Batch, RunSpec
 
@@ -46,9 +47,12 @@ def small_layout(layout: Layout, large: ModelSpec, small: ModelSpec) -> Layout:
 
     The small model has two blocks only: where the large one has several units, its `zero_join` leaves two at least.
     """
-    if isinstance(layout.pp_split, tuple):
+    uneven = layout.pp_split
+    if isinstance(uneven, str) and uneven not in SPLITS:  # a file, perhaps of each block of the large model
+        uneven = tuple(len(stage.blocks) for stage in stages_of(large, layout, large.max_seq))
+    if isinstance(uneven, tuple):
         # As uneven as it was, where there is a block to spare.
-        longest, spare = layout.pp_split.index(max(layout.pp_split)), small.layers - layout.stages
+        longest, spare = uneven.index(max(uneven)), small.layers - layout.stages
         split = tuple(1 + spare * (stage == longest) for stage in range(layout.stages))
         layout = layout.model_copy(update={"pp_split": split})
     if not layout.join:
