@@ -79,6 +79,9 @@ class Parts:
         self._blocks: dict[Shard, Block] = {}
         self._ends: dict[Shard, tuple[Block, Block]] = {}
         self._parameters: dict[int, tuple[int, int, int]] = {}
+        self._operators: dict[Shard, list[Operator]] = {}
+        self._works: dict[Work, float] = {}
+        self._sent: dict[tuple[Operation, int, int, int], float] = {}
 
     # -- computing ---------------------------------------------------------------------------------------------------
 
@@ -91,6 +94,7 @@ class Parts:
 
     def ends(self, shard: Shard) -> tuple[Block, Block]:
         """The embedding, and the head with its loss."""
+        shard = _plain(shard)
         found = self._ends.get(shard)
         if found is None:
             it = self.sizes(shard)
@@ -107,7 +111,7 @@ class Parts:
         return Sizes(self.model, shard, self.seq, self.size, self.attention, fused, accumulate)
 
     def _block(self, shard: Shard) -> Block:
-        operators = block(self.sizes(shard))
+        operators = self._operators_of(shard)
         return self._whole(operators, again(operators, shard, self.model), self._sums(shard, "block"))
 
     def _whole(
@@ -131,9 +135,27 @@ class Parts:
         device = sum(self.seconds(each) for each in flat)
         return _Pass(device, host * kernels(flat) + extra, sent)
 
+    def _operators_of(self, shard: Shard) -> list[Operator]:
+        """Those of a block, whatever is computed again."""
+        plain = _plain(shard)
+        if plain not in self._operators:
+            self._operators[plain] = block(self.sizes(plain))
+        return self._operators[plain]
+
     def seconds(self, work: Work) -> float:
         """Of one piece of work on the device."""
-        return seconds(work, self.constants, self.peak, self.cluster.device.bandwidth, self.size)
+        found = self._works.get(work)
+        if found is None:
+            found = seconds(work, self.constants, self.peak, self.cluster.device.bandwidth, self.size)
+            self._works[work] = found
+        return found
+
+    def _one(self, operation: Operation, payload: int, ranks: int, stride: int = 1) -> float:
+        """Seconds of one collective."""
+        key = operation, payload, ranks, stride
+        if key not in self._sent:
+            self._sent[key] = float(self.collective(operation, payload, ranks, stride))
+        return self._sent[key]
 
     # -- what computing waits for --------------------------------------------------------------------------------------
 
@@ -146,7 +168,7 @@ class Parts:
             counts = _tensor_counts(shard, where, dropped=self.model.resid_dropout > 0)
             hidden = shard.micro * self.seq // shard.cp * self.model.hidden * self.size
             kind: Operation = "all_gather" if shard.sp else "all_reduce"
-            each = float(self.collective(kind, hidden, shard.tp))
+            each = self._one(kind, hidden, shard.tp)
             shown, late = 1 - self.constants.overlap_tensor, 1 - self.constants.overlap_tensor_backward
             for sums, count, part in zip((forward, recompute, backward), counts, (shown, shown, late), strict=True):
                 sums["tp"] = count * each * part
@@ -162,12 +184,12 @@ class Parts:
         A ring's messages go beside the computing of the part that is there already.
         """
         it = Attention.of(self.model, shard.layout, batch=shard.micro, seq=self.seq, dtype_bytes=self.size)
-        operator = next(each for each in block(self.sizes(shard)) if each.name == "attention")
+        operator = next(each for each in self._operators_of(shard) if each.name == "attention")
         computing = {"forward": self.seconds(operator.forward[0]), "backward": self.seconds(operator.backward[0])}
         exposed = {"forward": 0.0, "backward": 0.0}
         for each in messages(it):
             stride = shard.tp * (it.over if each.axis == "cp.outer" else 1)
-            took = each.times * float(self.collective(each.operation, each.payload, each.ranks, stride))
+            took = each.times * self._one(each.operation, each.payload, each.ranks, stride)
             if each.operation == "shift" and it.method not in ("rsa",):
                 under = min(took, computing[each.phase] * (it.ring - 1) / it.ring)
                 took -= under * (1 - self.constants.contention)
@@ -208,6 +230,11 @@ class Parts:
         """Seconds to update so many parameters."""
         rate = self.cluster.device.bandwidth * self.constants.update
         return self.constants.host_step + np.asarray(parameters, dtype=np.float64) * self.constants.update_bytes / rate
+
+
+def _plain(shard: Shard) -> Shard:
+    """The same where nothing is computed again."""
+    return shard._replace(recompute="none", recompute_keep=("linear",))
 
 
 def again(operators: Sequence[Operator], shard: Shard, spec: ModelSpec) -> list[Operator]:
