@@ -1,11 +1,18 @@
-"""Fits constants of devices to timings of single operators: see predict/cost/constants.py, which has what this prints.
+"""Fits the constants of predict/cost/constants.py, which has what this prints.
 
-    python benchmarks/fit.py TIMINGS [--every 13]
+    python benchmarks/fit.py timings FOLDER [--every 13]
+    python benchmarks/fit.py links FOLDER
+    python benchmarks/fit.py tables FOLDER
 
-TIMINGS holds the folders Perlmutter (A100 SXM4 80GB) and Vista (GH200) of github.com/DebarghaG/estimate-train-time (MIT),
-with measured seconds of GPT-NeoX's operators in fp16. Of each file every so many rows are fitted, and the error is of
-all others. What bounds an operator is fitted from those that it bounds: matrix products from the linear layers, streams
-from GELU and residual sums, and so on.
+timings, links: FOLDER/calib_estimate_train_time holds the folders Perlmutter (A100 SXM4 80GB, four a node) and Vista
+(GH200, one a node) of github.com/DebarghaG/estimate-train-time (MIT): measured seconds of GPT-NeoX's operators in fp16,
+and of collectives; FOLDER/calib_vtrain_a100_allreduce_8gpu.csv an all-reduce sweep of github.com/VIA-Research/vTrain
+(MIT). Of each file every so many rows are fitted, and the error is of all others. What bounds an operator is fitted
+from those that it bounds: products from linear layers, streams from GELU and residual sums, and so on. Left out: the
+GH200's backward of fused attention, which is faster than the device's peak, and lookups on several tensor ranks, whose
+times fall with the ranks as if each looked up a part of the tokens.
+
+tables: what only whole steps tell, from a third of the rows of published tables (published.py says which).
 """
 
 from __future__ import annotations
@@ -15,15 +22,22 @@ import csv
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
-from meshwright.predict.cost.constants import DEVICES, Constants
+import numpy as np
+
+from meshwright.predict.cost.constants import DEVICES, Constants, constants_of
+from meshwright.predict.cost.links import Links
 from meshwright.predict.cost.operators import LOSS_BYTES, Flash, Move, Product, Work
 from meshwright.predict.cost.roofline import seconds
-from meshwright.spec.cluster import Device
+from meshwright.predict.cost.step import step_time
+from meshwright.spec.cluster import Cluster, Device, Link
 from meshwright.spec.devices import KINDS
+from meshwright.spec.traffic import Operation
+from published import TABLES, Case, cluster
 
 SIZE = 2
 MACHINES = {"A100": ("Perlmutter", "NVIDIAA100-SXM4-80GB", "a100-80"), "H100": ("Vista", "NVIDIAGH200120GB", "h100")}
@@ -100,6 +114,8 @@ def timings(
     found = []
     for operator in operators:
         for row in rows(folder, machine, operator):
+            if operator == "embedding" and row["mp"] > 1:
+                continue
             for which, works in zip("FB", of(row, operator), strict=True):
                 if which in passes:
                     found.append(Timing(works, row[f"{which}_dur(us)"] * 1e-6))
@@ -122,7 +138,7 @@ def descend(wrong: Callable[[Constants], float], start: Constants, names: Sequen
         better = False
         for name in names:
             for factor in (1 + step, 1 / (1 + step)):
-                tried = _scaled(best, name, factor)
+                tried = scaled(best, name, factor)
                 found = wrong(tried)
                 if found < least - 1e-6:
                     best, least, better = tried, found, True
@@ -130,16 +146,18 @@ def descend(wrong: Callable[[Constants], float], start: Constants, names: Sequen
     return best
 
 
-def _scaled(constants: Constants, name: str, factor: float) -> Constants:
+def scaled(constants: Constants, name: str, factor: float) -> Constants:
+    """tiles1: the speed of the second tile. Fractions stay at 1 at most."""
     if name.startswith("tiles"):
-        place = int(name[-1])
         tiles = list(constants.tiles)
-        rows_, columns, speed = tiles[place]
-        tiles[place] = (rows_, columns, min(speed * factor, 1.2))
+        rows_, columns, speed = tiles[int(name[-1])]
+        tiles[int(name[-1])] = (rows_, columns, min(speed * factor, 1.0))
         return replace(constants, tiles=tuple(tiles))
     value = getattr(constants, name) * factor
-    return replace(constants, **{name: min(value, 1.0) if name not in ("depth", "kernel", "flash_width") else value})
+    return replace(constants, **{name: value if name in UNBOUNDED else min(value, 1.0)})
 
+
+UNBOUNDED = ("depth", "kernel", "flash_width", "batched", "sustained")
 
 STEPS: tuple[tuple[str, Sequence[str], Callable[..., Any], str, Sequence[str]], ...] = (
     ("streams", ("gelu", "res_add"), moved, "FB", ("stream", "kernel")),
@@ -155,39 +173,164 @@ STEPS: tuple[tuple[str, Sequence[str], Callable[..., Any], str, Sequence[str]], 
         "FB",
         ("product", "depth", "quantised", "tiles1", "tiles2", "tiles3"),
     ),
-    ("batched products", ("baddbmm", "bmm"), batched, "FB", ()),
+    ("batched products", ("baddbmm", "bmm"), batched, "FB", ("batched",)),
     ("fused attention", ("flash_atten",), flash, "F", ("flash", "flash_width")),
     ("fused attention's backward", ("flash_atten",), flash, "B", ("flash_backward",)),
 )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("timings", type=Path)
-    parser.add_argument("--every", type=int, default=13)
-    parser.add_argument("--only", default="")
-    options = parser.parse_args()
+def fit_timings(folder: Path, every: int) -> None:
     for machine, (_, _, kind) in MACHINES.items():
         device = KINDS[kind].device
         if machine in BANDWIDTH:
             device = device.model_copy(update={"bandwidth": BANDWIDTH[machine]})
         constants = replace(Constants(), **DEVICES[machine])
         for name, operators, of, passes, names in STEPS:
-            if options.only and options.only not in name:
+            if (machine, names) == ("H100", ("flash_backward",)):
                 continue
-            every = timings(options.timings, machine, operators, of, passes)
-            fitted = every[:: options.every]
-            others = [each for place, each in enumerate(every) if place % options.every]
-            constants = descend(lambda tried: error(tried, device, fitted), constants, names)
-            told = ", ".join(f"{n}={_told(constants, n)}" for n in names)
+            found = timings(folder / "calib_estimate_train_time", machine, operators, of, passes)
+            others = [each for place, each in enumerate(found) if place % every]
+            constants = descend(partial(error, device=device, held=found[::every]), constants, names)
+            wrong = error(constants, device, others)
             print(
-                f"{machine} {name}: error {error(constants, device, others):.1%} of {len(others):,} others; {told}",
-                flush=True,
+                f"{machine} {name}: {told(constants, names)}; error {wrong:.1%} of {len(others):,} others", flush=True
             )
 
 
-def _told(constants: Constants, name: str) -> str:
-    return str(constants.tiles) if name.startswith("tiles") else f"{getattr(constants, name):.3g}"
+# -- links -----------------------------------------------------------------------------------------------------------
+
+
+class Sweep(NamedTuple):
+    """Measured seconds of one collective on one group, by bytes."""
+
+    name: str
+    operation: Operation
+    cluster: Cluster
+    ranks: int
+    bytes: list[float]
+    seconds: list[float]
+
+
+def sweeps(folder: Path) -> dict[str, list[Sweep]]:
+    """Within a node, and between nodes. Perlmutter's nodes spoke over sockets, at 1 GB/s: left out."""
+    calib = folder / "calib_estimate_train_time"
+    dgx, pairs = cluster("a100-80", 8, "default", 25e9), _one_node("a100-80", 4)
+    vista = _nodes("h100", 8, 400 / 8 * 1e9)
+    with (folder / "calib_vtrain_a100_allreduce_8gpu.csv").open() as file:
+        rows_ = list(csv.reader(file))[1:]
+    inside = [
+        Sweep(
+            "8 A100, NVSwitch", "all_reduce", dgx, 8, [float(r[0]) for r in rows_], [float(r[3]) * 1e-9 for r in rows_]
+        )
+    ]
+    inside.append(_nccl(calib / "Perlmutter", "NVIDIAA100-SXM4-80GB_allreduce_fp16_1_4", "all_reduce", pairs, 4))
+    between = [
+        _nccl(calib / "Vista", f"NVIDIAGH200120GB_allreduce_fp16_{n}_1", "all_reduce", vista, n) for n in (2, 4, 8)
+    ]
+    between.append(_nccl(calib / "Vista", "NVIDIAGH200120GB_p2p_fp16_2_1", "shift", vista, 2))
+    return {"wire": inside, "network": between}
+
+
+def _one_node(kind: str, devices: int) -> Cluster:
+    """Devices of one node, each joined with each by links that together make its bandwidth."""
+    return cluster(kind, devices, "default", 25e9)
+
+
+def _nodes(kind: str, nodes: int, network: float) -> Cluster:
+    link = Link(name="network", devices=nodes, bandwidth=network, latency=KINDS[kind].outer.latency)
+    return Cluster(device=KINDS[kind].device, nodes=nodes, links=(link,))
+
+
+def _nccl(folder: Path, name: str, operation: Operation, on: Cluster, ranks: int) -> Sweep:
+    with (folder / "nccl" / f"{name}.csv").open() as file:
+        found = [(SIZE * float(row["shape"]), float(row["dur(us)"]) * 1e-6) for row in csv.DictReader(file)]
+    return Sweep(name, operation, on, ranks, [size for size, _ in found], [time for _, time in found])
+
+
+def wrong_links(constants: Constants, held: Sequence[Sweep], every: int = 1, of: int = 0) -> float:
+    """Mean absolute logarithm, each sweep alike."""
+    found = []
+    for sweep in held:
+        size, took = (np.array(each)[of::every] for each in (sweep.bytes, sweep.seconds))
+        predicted = Links(sweep.cluster, constants).collective(sweep.operation, size, float(sweep.ranks))
+        found.append(float(np.abs(np.log(predicted / took)).mean()))
+    return mean(found)
+
+
+def fit_links(folder: Path) -> None:
+    constants = Constants()
+    for part, names in (("wire", ("wire", "collective")), ("network", ("network", "message_network"))):
+        held = sweeps(folder)[part]
+        constants = descend(partial(wrong_links, held=held, every=3, of=2), constants, names)
+        print(part, told(constants, names))
+        for each in held:
+            print(f"  {each.name}: error {mean([wrong_links(constants, [each], 3, of) for of in (0, 1)]):.1%}")
+
+
+# -- whole steps -----------------------------------------------------------------------------------------------------
+
+FITS: tuple[tuple[str, str, str, Sequence[str]], ...] = (
+    ("megatron-2021", "A100", "Megatron-LM 2021, table 1|vTrain", (
+        "sustained", "straggle", "host", "host_backward", "host_block", "network",
+    )),
+    ("deepspeed-2021", "A100", "ZeRO 3", ("network", "contention")),
+    ("megatron-core", "H100", "Megatron-Core", ("sustained", "overlap_tensor")),
+    ("fsdp", "A100", "MPT", ("sustained", "flash", "flash_backward", "contention")),
+    ("fsdp", "H100", "MPT", ("sustained", "flash", "flash_backward", "contention", "network", "straggle")),
+)  # fmt: skip
+MOST = 50  # fitted rows of a table that are used
+
+
+def fit_tables(folder: Path) -> None:
+    for stack, device, tables, names in FITS:
+        chosen = [table for table in TABLES if any(word in table.name for word in tables.split("|"))]
+        groups = [[case for case, fitted in table.cases(folder) if fitted and on(case, device)] for table in chosen]
+        groups = [group[:: -(-len(group) // MOST)] for group in groups]
+        start = constants_of(groups[0][0].cluster)
+        constants = descend(partial(wrong_steps, groups=groups, names=names), start, names)
+        print(
+            f"{stack} on {device}: {told(constants, names)}; error {wrong_steps(constants, groups, names):.1%}",
+            flush=True,
+        )
+
+
+def on(case: Case, device: str) -> bool:
+    return case.cluster.device.name.startswith(device)
+
+
+def wrong_steps(constants: Constants, groups: Sequence[Sequence[Case]], names: Sequence[str]) -> float:
+    """Mean absolute logarithm, each table alike."""
+    measured = {name: getattr(constants, name) for name in names}
+    return mean(mean(_wrong_step(case, measured) for case in group) for group in groups)
+
+
+def _wrong_step(case: Case, measured: dict[str, float]) -> float:
+    there = case.cluster.model_copy(update={"constants": measured})
+    return abs(math.log(step_time(case.run, case.layout, there).seconds / case.seconds))
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+def told(constants: Constants, names: Sequence[str]) -> str:
+    """ "stream=0.79, kernel=4.5e-06"; the tiles once."""
+    values = [f"{name}={getattr(constants, name):.3g}" for name in names if not name.startswith("tiles")]
+    return ", ".join([*values, f"tiles={constants.tiles}"] if len(values) < len(names) else values)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("timings", "links", "tables"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--every", type=int, default=13, help="timings: one row of so many is fitted")
+    options = parser.parse_args()
+    match options.what:
+        case "timings":
+            fit_timings(options.folder, options.every)
+        case "links":
+            fit_links(options.folder)
+        case "tables":
+            fit_tables(options.folder)
 
 
 if __name__ == "__main__":

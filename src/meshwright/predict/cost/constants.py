@@ -55,11 +55,11 @@ class Constants:
     host_block: float = 0.0  # the host, for each block and pass, beside its kernels
 
     # -- links
-    wire: float = 0.8  # part of a link's bandwidth that a large collective within a node reaches
-    network: float = 0.85  # the same between nodes
+    wire: float = 0.77  # part of a link's bandwidth that a large collective within a node reaches
+    network: float = 0.95  # the same between nodes
     message: float = 0.75  # part of a link's bandwidth that a single message within a node reaches
-    message_network: float = 0.7  # the same between nodes
-    collective: float = 30e-6  # beginning and end of any collective
+    message_network: float = 0.67  # the same between nodes
+    collective: float = 1e-4  # beginning and end of any collective
     send: float = 15e-6  # beginning and end of any message
     hop: float = 0.0  # seconds for each step of a ring beside the link's latency
     crowd: float = 0.0  # how much slower the network is for each doubling of the nodes that a collective joins
@@ -68,14 +68,13 @@ class Constants:
     fused: bool = False  # whether chains of element-wise operators are one kernel each
     overlap_reduce: bool = True  # whether gradients are reduced while backward computes
     overlap_gather: bool = True  # whether ZeRO gathers parameters while something computes
-    overlap_tensor: float = 0.0  # part of the tensor ranks' collectives in forward that is hidden under computing
-    overlap_tensor_backward: float = 0.0  # the same in backward
+    overlap_tensor: float = 0.0  # part of the tensor ranks' collectives that is hidden under computing
     overlap_message: bool = True  # whether messages between stages go beside computing
     scattered: bool = False  # whether tensor ranks send a part each of a message between stages, and gather it then
     contention: float = 0.0  # part of the time of hidden communication by which computing is slowed down
     accumulate_bytes: float = 10.0  # moved to add a parameter's gradient to those of other micro-batches
     update_bytes: float = 34.0  # that the optimizer moves for each parameter: see parts.optimizer
-    straggle: float = 0.0  # part of a step by which the slowest of many ranks is slower, for each doubling of them
+    straggle: float = 0.0  # by how much the slowest of many devices is slower, for each doubling of them
 
     # -- CPUs, as `meshwright probe` measures them: see cost/cpu.py
     threads: tuple[tuple[int, float], ...] = ()  # threads of a rank, and how many times faster they are than one
@@ -89,14 +88,14 @@ class Constants:
 DEVICES: dict[str, dict[str, Any]] = {
     "V100": {"units": 80},
     "A100": {
-        "units": 108, "tiles": ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.95), (64, 64, 0.6)),
-        "product": 0.85, "depth": 157.0, "quantised": 0.54, "batched": 0.8, "stream": 0.79, "softmax": 0.55,
-        "norm": 0.51, "norm_backward": 0.33, "lookup": 0.14, "kernel": 4.5e-6,
+        "units": 108, "tiles": ((256, 128, 1.0), (128, 128, 1.0), (128, 64, 0.77), (64, 64, 0.6)),
+        "product": 0.88, "depth": 150.0, "quantised": 0.28, "batched": 0.79, "flash": 0.5, "flash_backward": 0.42,
+        "stream": 0.79, "softmax": 0.56, "norm": 0.54, "norm_backward": 0.32, "lookup": 0.14, "kernel": 4.8e-6,
     },
     "H100": {
-        "units": 132, "tiles": ((256, 128, 1.0), (128, 128, 0.76), (128, 64, 0.64), (64, 64, 0.36)),
-        "product": 0.9, "depth": 237.0, "quantised": 0.4, "batched": 1.1, "stream": 0.71, "softmax": 0.49,
-        "norm": 0.56, "norm_backward": 0.77, "lookup": 0.48, "kernel": 1.7e-6,
+        "units": 132, "tiles": ((256, 128, 1.0), (128, 128, 0.86), (128, 64, 0.38), (64, 64, 0.16)),
+        "product": 0.9, "depth": 220.0, "quantised": 0.49, "batched": 1.04, "flash": 0.37, "flash_backward": 0.3,
+        "stream": 0.71, "softmax": 0.5, "norm": 0.58, "norm_backward": 0.77, "lookup": 0.15, "kernel": 1.9e-6,
     },
     "H200": {"units": 132},
     "CPU": {
@@ -112,13 +111,25 @@ STACKS: dict[str, dict[str, Any]] = {
     "gloo": {},
     "megatron-2021": {
         "fused": True, "overlap_reduce": False, "overlap_gather": False, "overlap_message": False, "scattered": True,
+        "sustained": 1.05, "straggle": 0.0098, "host": 33e-6, "host_backward": 16e-6, "host_block": 650e-6,
+        "network": 0.91,
     },
-    "megatron-core": {"fused": True, "scattered": True},
-    "deepspeed": {"fused": True},
+    "megatron-core": {"fused": True, "scattered": True, "overlap_tensor": 0.66},
+    "deepspeed-2021": {"fused": True, "network": 0.097, "contention": 0.54},
     "fsdp": {},
 }  # fmt: skip
 """default, nccl: Meshwright's own runtime on accelerators; gloo: on CPUs. megatron-2021: Megatron-LM as of Narayanan et
 al. 2021, whose all-reduce follows backward; megatron-core: with its overlaps; fsdp: torch's with flash attention."""
+
+TOGETHER: dict[tuple[str, str], dict[str, Any]] = {
+    ("megatron-core", "H100"): {"sustained": 0.73},
+    ("fsdp", "A100"): {"sustained": 0.8, "flash": 0.36, "flash_backward": 0.4, "contention": 0.01},
+    ("fsdp", "H100"): {
+        "sustained": 0.62, "flash": 0.29, "flash_backward": 0.33, "contention": 0.16, "network": 0.56,
+        "straggle": 0.0013,
+    },
+}  # fmt: skip
+"""What a stack makes of one kind of device."""
 
 
 def constants_of(cluster: Cluster) -> Constants:
@@ -132,5 +143,6 @@ def constants_of(cluster: Cluster) -> Constants:
     for name in cluster.constants:
         if name not in known:
             raise UserError(f"cluster.constants.{name}: no such constant{near(name, known)}")
-    device = DEVICES["CPU"] if cluster.device.kind == "cpu" else DEVICES.get(cluster.device.name.split()[0], {})
-    return replace(Constants(), **(device | STACKS[cluster.stack] | cluster.constants))
+    name = "CPU" if cluster.device.kind == "cpu" else cluster.device.name.split()[0]
+    both = TOGETHER.get((cluster.stack, name), {})
+    return replace(Constants(), **(DEVICES.get(name, {}) | STACKS[cluster.stack] | both | cluster.constants))

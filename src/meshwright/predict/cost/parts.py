@@ -6,6 +6,7 @@ takes to issue them, whichever is more. Costs are kept, so that a search pays fo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -31,8 +32,8 @@ __all__ = ["Block", "Parts", "Shard"]
 class Block:
     """Seconds of one micro-batch's passes through a block, or an end of the model, all in.
 
-    lines: what of these is not computing, by reason: "tp", "cp" collectives that computing waits for; "host", waiting
-    for kernels to be issued.
+    lines: where they go, by reason, of the three together: "compute", "recompute"; collectives that computing waits
+    for, "tp" and "cp"; "host", waiting for kernels to be issued.
     """
 
     forward: float = 0.0
@@ -73,9 +74,11 @@ class Parts:
         cluster = shared(cluster, ranks or cluster.devices)
         self.model, self.seq, self.precision, self.cluster, self.attention = model, seq, precision, cluster, attention
         self.constants: Constants = constants_of(cluster)
+        self.slower = 1 + self.constants.straggle * math.log2(cluster.devices)
         self.links = Links(cluster, self.constants)
         self.size = DTYPE_BYTES[precision]
         self.peak = cluster.device.flops[precision]
+        self.rate = self.peak / self.slower  # of the slowest device, for which all wait
         self._blocks: dict[Shard, Block] = {}
         self._ends: dict[Shard, tuple[Block, Block]] = {}
         self._parameters: dict[int, tuple[int, int, int]] = {}
@@ -123,11 +126,10 @@ class Parts:
             (each.forward for each in repeated), self.constants.host, extra if repeated else 0, sent[1]
         )
         backward = self._pass((each.backward for each in operators), self.constants.host_backward, extra, sent[2])
-        lines: dict[str, float] = {}
+        lines = {"compute": forward.device + backward.device, "recompute": recompute.device}
         for each in (forward, recompute, backward):
             for reason, time in (*each.sent.items(), ("host", each.waits)):
-                if time:
-                    lines[reason] = lines.get(reason, 0.0) + time
+                lines[reason] = lines.get(reason, 0.0) + time
         return Block(forward.total, backward.total, recompute.total, lines)
 
     def _pass(self, works: Iterable[tuple[Work, ...]], host: float, extra: float, sent: dict[str, float]) -> _Pass:
@@ -146,7 +148,7 @@ class Parts:
         """Of one piece of work on the device."""
         found = self._works.get(work)
         if found is None:
-            found = seconds(work, self.constants, self.peak, self.cluster.device.bandwidth, self.size)
+            found = seconds(work, self.constants, self.rate, self.cluster.device.bandwidth, self.size)
             self._works[work] = found
         return found
 
@@ -168,10 +170,9 @@ class Parts:
             counts = _tensor_counts(shard, where, dropped=self.model.resid_dropout > 0)
             hidden = shard.micro * self.seq // shard.cp * self.model.hidden * self.size
             kind: Operation = "all_gather" if shard.sp else "all_reduce"
-            each = self._one(kind, hidden, shard.tp)
-            shown, late = 1 - self.constants.overlap_tensor, 1 - self.constants.overlap_tensor_backward
-            for sums, count, part in zip((forward, recompute, backward), counts, (shown, shown, late), strict=True):
-                sums["tp"] = count * each * part
+            shown = self._one(kind, hidden, shard.tp) * (1 - self.constants.overlap_tensor)
+            for sums, count in zip((forward, recompute, backward), counts, strict=True):
+                sums["tp"] = count * shown
         if shard.cp > 1 and where == "block":
             forward["cp"], backward["cp"] = self._context(shard)
             if shard.recompute != "none" and "attention" not in shard.kept:

@@ -139,7 +139,8 @@ class _Step:
         stride = strides(layout)
         return sent(
             self.parts, elements, units, ranks=layout.state_ranks, cut=shards(layout), zero=layout.zero,
-            reduce_bytes=reduce_bytes(self.run), stride=min(stride[axis] for axis in STATE_AXES),
+            reduce_bytes=reduce_bytes(self.run),
+            stride=min((stride[axis] for axis in STATE_AXES if layout.size(axis) > 1), default=1),
         )  # fmt: skip
 
     def _times(self, stage: Stage, sent: Sent) -> Times:
@@ -213,17 +214,14 @@ class _Step:
         busy = self.stages.forward + self.stages.backward
         rank = max(range(layout.pp), key=lambda rank: sum(busy[stage] for stage in self.ranks[rank]))
         mine = self.ranks[rank]
-        lines = {"compute": 0.0, "recompute": 0.0}
+        lines = dict.fromkeys(("compute", "recompute", "bubble", "zero.gather", "zero.reduce"), 0.0)
         for stage in mine:
-            for times_, each in self.pieces(self.every[stage]):
-                shown = sum(each.lines.values())
-                lines["compute"] += micros * times_ * (each.total - each.recompute - shown)
-                lines["recompute"] += micros * times_ * each.recompute
+            for often, each in self.pieces(self.every[stage]):
                 for reason, time in each.lines.items():
-                    lines[reason] = lines.get(reason, 0.0) + micros * times_ * time
+                    lines[reason] = lines.get(reason, 0.0) + micros * often * time
             found = self.times[stage]
-            lines["zero.gather"] = lines.get("zero.gather", 0.0) + micros * float(found.gather)
-            lines["zero.reduce"] = lines.get("zero.reduce", 0.0) + micros * float(found.reduce)
+            lines["zero.gather"] += micros * float(found.gather)
+            lines["zero.reduce"] += micros * float(found.reduce)
         told = sum(float(busy[stage]) * micros for stage in mine)
         lines["pp"] = told - sum(lines.values())
         tail = max(float(self.stages.reduce[stage]) for stage in mine)
@@ -238,7 +236,7 @@ class _Step:
         error = self.parts.constants.error
         return StepTime(
             seconds=whole,
-            lines={reason: time for reason, time in lines.items() if time or reason in ("compute", "bubble")},
+            lines=lines,
             utilisation=needed / (whole * layout.world * self.parts.peak),
             tokens_per_second=tokens / whole,
             low=whole * (1 - error),
