@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from meshwright.predict.context import PRODUCTS, Attention, flops, needed_flops
 from meshwright.predict.flops import visible_pairs
-from meshwright.spec.layout import Layout, Operators
+from meshwright.spec.layout import Axis, Layout, Operators
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.sequence import Method, Order
 
@@ -69,8 +69,22 @@ class Operator:
     word: Operators | None = None
 
 
+def strides(layout: Layout) -> dict[Axis, int]:
+    """How many devices neighbours on each axis are apart."""
+    found: dict[Axis, int] = {}
+    stride = 1
+    for axis in layout.order:
+        found[axis] = stride
+        stride *= layout.size(axis)
+    return found
+
+
 class Shard(NamedTuple):
-    """What a block's cost on one rank depends on: see `Layout` for the fields' meanings; micro: sequences at once."""
+    """What a block's cost on one rank depends on: see `Layout` for the fields' meanings.
+
+    micro: sequences at once. tp_stride, cp_stride: how many devices neighbours on these axes are apart; by default
+    tensor ranks are neighbours, and context ranks lie behind them.
+    """
 
     tp: int = 1
     sp: bool = False
@@ -81,12 +95,17 @@ class Shard(NamedTuple):
     recompute: Literal["none", "full", "selective"] = "none"
     recompute_keep: tuple[Operators, ...] = ("linear",)
     micro: int = 1
+    tp_stride: int = 1
+    cp_stride: int | None = None
 
     @classmethod
     def of(cls, layout: Layout, micro: int) -> Shard:
+        """That of a resolved `layout`."""
+        stride = strides(layout)
         return cls(
             tp=layout.tp, sp=layout.sp, cp=layout.cp, cp_method=layout.cp_method, cp_order=layout.cp_order,
             cp_ulysses=layout.cp_ulysses, recompute=layout.recompute, recompute_keep=layout.recompute_keep, micro=micro,
+            tp_stride=stride["tp"], cp_stride=stride["cp"],
         )  # fmt: skip
 
     @property

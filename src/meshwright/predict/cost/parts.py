@@ -170,9 +170,11 @@ class Parts:
             counts = _tensor_counts(shard, where, dropped=self.model.resid_dropout > 0)
             hidden = shard.micro * self.seq // shard.cp * self.model.hidden * self.size
             kind: Operation = "all_gather" if shard.sp else "all_reduce"
-            shown = self._one(kind, hidden, shard.tp) * (1 - self.constants.overlap_tensor)
-            for sums, count in zip((forward, recompute, backward), counts, strict=True):
-                sums["tp"] = count * shown
+            took = self._one(kind, hidden, shard.tp, shard.tp_stride)
+            always = self.constants.overlap_tensor
+            hides = always, always, max(always, self.constants.overlap_tensor_backward)
+            for sums, count, part in zip((forward, recompute, backward), counts, hides, strict=True):
+                sums["tp"] = count * took * (1 - part)
         if shard.cp > 1 and where == "block":
             forward["cp"], backward["cp"] = self._context(shard)
             if shard.recompute != "none" and "attention" not in shard.kept:
@@ -188,8 +190,9 @@ class Parts:
         operator = next(each for each in self._operators_of(shard) if each.name == "attention")
         computing = {"forward": self.seconds(operator.forward[0]), "backward": self.seconds(operator.backward[0])}
         exposed = {"forward": 0.0, "backward": 0.0}
+        apart = shard.tp if shard.cp_stride is None else shard.cp_stride
         for each in messages(it):
-            stride = shard.tp * (it.over if each.axis == "cp.outer" else 1)
+            stride = apart * (it.over if each.axis == "cp.outer" else 1)
             took = each.times * self._one(each.operation, each.payload, each.ranks, stride)
             if each.operation == "shift" and it.method not in ("rsa",):
                 under = min(took, computing[each.phase] * (it.ring - 1) / it.ring)

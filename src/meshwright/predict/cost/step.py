@@ -12,7 +12,7 @@ import numpy as np
 from meshwright.predict.cost.bound import Stages
 from meshwright.predict.cost.constants import Constants
 from meshwright.predict.cost.cpu import crowd, stretched
-from meshwright.predict.cost.operators import Shard, Written
+from meshwright.predict.cost.operators import Shard, Written, strides
 from meshwright.predict.cost.parts import Block, Parts
 from meshwright.predict.cost.stage import Sent, Times, publish, sent, times
 from meshwright.predict.flops import model_flops
@@ -22,7 +22,7 @@ from meshwright.schedule.timeline import simulate
 from meshwright.spec.batch import micro_steps
 from meshwright.spec.cluster import Cluster, Precision
 from meshwright.spec.errors import UserError
-from meshwright.spec.layout import STATE_AXES, Axis, Layout
+from meshwright.spec.layout import STATE_AXES, Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import RunSpec
 from meshwright.spec.stages import Stage
@@ -93,16 +93,6 @@ def parts_of(run: RunSpec, cluster: Cluster, ranks: int) -> Parts:
 def _parts(model: ModelSpec, seq: int, precision: Precision, cluster: str, attention: Written, ranks: int) -> Parts:
     whole = Cluster.model_validate_json(cluster)
     return Parts(model, seq, precision, whole, attention=attention, ranks=ranks)
-
-
-def strides(layout: Layout) -> dict[Axis, int]:
-    """How many devices neighbours on each axis are apart."""
-    found: dict[Axis, int] = {}
-    stride = 1
-    for axis in layout.order:
-        found[axis] = stride
-        stride *= layout.size(axis)
-    return found
 
 
 class _Step:
