@@ -17,9 +17,9 @@ from meshwright.train.trainer import Trainer
 from meshwright.verify.peak import MADE, Peak, Watch, peak
 from meshwright.verify.unequal import proof_data
 
-DEEP = ModelSpec(family="llama", vocab=256, hidden=96, layers=10, heads=4, kv_heads=2, ffn=256, max_seq=64)
+DEEP = ModelSpec(family="llama", vocab=256, hidden=96, layers=6, heads=4, kv_heads=2, ffn=256, max_seq=64)
 WIDE = DEEP.model_copy(update={"vocab": 6000, "hidden": 64})  # a head larger than several blocks
-GPT2 = ModelSpec(family="gpt2", vocab=300, hidden=64, layers=6, heads=4, max_seq=64)
+GPT2 = ModelSpec(family="gpt2", vocab=300, hidden=64, layers=4, heads=4, max_seq=64)
 HEADS = ModelSpec(family="llama", vocab=16, hidden=32, layers=1, heads=8, kv_heads=8, ffn=128, max_seq=64)
 
 
@@ -74,7 +74,7 @@ STAGES = {
     "deep, four ranks": (4, run_of(DEEP, 4, accumulate=2)),
     "large vocabulary": (2, run_of(WIDE, 2)),
     "large vocabulary, bf16, accumulation": (2, run_of(WIDE, 2, accumulate=2, precision="bf16")),
-    "tied": (2, run_of(GPT2, 2)),
+    "tied": (2, run_of(GPT2.model_copy(update={"layers": 6}), 2)),
 }
 
 
@@ -85,6 +85,9 @@ def test_each_stage_holds_less_than_the_one_before_and_what_is_predicted(ranks, 
     for of in (lambda pair: pair[0], lambda pair: pair[1].total):
         zero, one, two, three = map(of, pairs)
         assert three < two < one < zero
+    if name == "deep":  # of its step all but an index or a statistic is named
+        for foretold, found in pairs:
+            assert found.total == pytest.approx(foretold, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -212,13 +215,6 @@ def test_context_ranks(ranks, model):
     pairs = compared(ranks, run, [Layout(dp=1, cp=2, zero_join=0, **fields) for fields in METHODS])
     rsa = pairs[1][1].total
     assert all(found.total < rsa for _, found in pairs if found.total != rsa)
-
-
-def test_the_prediction_is_exact_where_it_leaves_nothing_out(ranks):
-    """Of a step all but an index or a statistic is named: within a thousandth."""
-    layouts = [Layout(dp=2, zero=stage, zero_join=0) for stage in range(4)]
-    for foretold, found in compared(ranks, run_of(DEEP, 2), layouts):
-        assert found.total == pytest.approx(foretold, rel=1e-3)
 
 
 def test_a_watch_sees_births_deaths_and_resizing():

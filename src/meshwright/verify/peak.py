@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from meshwright.train.trainer import Trainer
 from meshwright.verify.activations import describe, storage_of
@@ -65,7 +64,8 @@ class Watch(TorchDispatchMode):
         for category, storages in known.items():
             for storage in storages:
                 self._known.setdefault(storage._cdata, (category, storage))
-        self._sizes = dict.fromkeys(self._known, 0)
+        self._storages = [storage for _, storage in self._known.values()]
+        self._sizes = [0] * len(self._storages)
         self._alive: dict[int, tuple[str, str, int]] = {}  # category, description, bytes
         self._events: list[tuple[str, str, int]] = []  # category, description, bytes more (or less)
         self._now = self._most = 0
@@ -73,11 +73,11 @@ class Watch(TorchDispatchMode):
         self._sample("the start")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {storage_of(t) for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)}
+        given = {storage_of(tensor) for tensor in tensors_in((args, kwargs))}
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        for tensor in tree_iter(out):
-            if isinstance(tensor, Tensor) and tensor.device.type == "cpu":
+        for tensor in tensors_in(out):
+            if tensor.device.type == "cpu":
                 self._see(tensor, name, storage_of(tensor) in given)
         self._sample(name)
         return out
@@ -110,10 +110,12 @@ class Watch(TorchDispatchMode):
         self._count(category, what, -size)
 
     def _sample(self, name: str) -> None:
-        for key, (category, storage) in self._known.items():
-            if (size := storage.nbytes()) != self._sizes[key]:
-                self._count(category, "", size - self._sizes[key])
-                self._sizes[key] = size
+        # At every operation, and hardly ever has one changed: so all are compared at once.
+        if (sizes := list(map(torch.UntypedStorage.nbytes, self._storages))) != self._sizes:
+            for (category, _), size, before in zip(self._known.values(), sizes, self._sizes, strict=True):
+                if size != before:
+                    self._count(category, "", size - before)
+            self._sizes = sizes
         if self._now > self._most:
             self._most, self._end = self._now, len(self._events)
             backward = torch._C._current_graph_task_id() != -1
@@ -122,3 +124,15 @@ class Watch(TorchDispatchMode):
     def _count(self, category: str, what: str, size: int) -> None:
         self._now += size
         self._events.append((category, what, size))
+
+
+def tensors_in(things: Any) -> Iterator[Tensor]:
+    """Those that an operation takes or gives: by themselves, or in lists, tuples and dictionaries. Torch's walk through
+    any tree takes several times as long, longer than most operations."""
+    if isinstance(things, Tensor):
+        yield things
+    elif isinstance(things, (list, tuple)):
+        for thing in things:
+            yield from tensors_in(thing)
+    elif isinstance(things, dict):
+        yield from tensors_in(tuple(things.values()))
