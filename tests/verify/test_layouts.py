@@ -17,6 +17,7 @@ from meshwright.verify.reference import reference
 from meshwright.verify.report import Report
 from meshwright.verify.unequal import proof_data
 from meshwright.verify.worker import collect
+from verify.proofs import assert_proven, evidence_of_each
 
 LLAMA = ModelSpec(family="llama", vocab=37, hidden=24, layers=2, heads=4, kv_heads=2, ffn=40, max_seq=32)
 GPT2 = ModelSpec(family="gpt2", vocab=37, hidden=24, layers=2, heads=4, max_seq=32)
@@ -64,12 +65,6 @@ def prove(ranks, run: RunSpec, steps: int = 2) -> Report:
     return judge(run, steps, found)
 
 
-def assert_proven(report: Report) -> None:
-    assert report.passed, report.findings
-    assert report.worst < 1e-10
-    assert all(check.expected == check.found for check in (*report.traffic, *report.states))
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_models(ranks, name):
     assert_proven(prove(ranks, make_run(MODELS[name], dp=2, sequences=7)))
@@ -109,16 +104,22 @@ def expected(family: str) -> Evidence:
     return reference(run, proof_data(run), 2)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+def prove_families(ranks, dp: int, layout: dict[str, object], turn: int) -> None:
+    """Of each family, with one micro-batch a step and with three in turn; `turn` says which begins."""
+    runs = {}
+    for place, family in enumerate(FAMILIES):
+        micro = -(-SEQUENCES // (dp * (1, 3)[(turn + place) % 2]))
+        runs[family] = make_run(FAMILIES[family], dp=dp, sequences=SEQUENCES, micro=micro, layout=layout)
+    for (family, run), found in zip(runs.items(), evidence_of_each(ranks, list(runs.values())), strict=True):
+        assert_proven(judge(run, 2, found, expected(family)), family, run.batch)
+
+
 @pytest.mark.parametrize("dp", [1, 2, 3, 4])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_the_ladder(ranks, zero, dp, family):
-    """Every stage, on ranks that divide the parameters or do not, with one micro-batch a step and with three."""
-    for accumulate in (1, 3):
-        micro = -(-SEQUENCES // (dp * accumulate))
-        run = make_run(FAMILIES[family], dp=dp, sequences=SEQUENCES, micro=micro, layout={"zero": zero})
-        found = ranks.run(dp, evidence, run, 2)
-        assert_proven(judge(run, 2, found, expected(family)))
+def test_the_ladder(ranks, zero, dp):
+    """Every stage, on ranks that divide the parameters or do not. Each stage and each number of ranks meets every
+    family with one micro-batch a step and with three."""
+    prove_families(ranks, dp, {"zero": zero}, zero + dp)
 
 
 @pytest.mark.parametrize(
@@ -134,10 +135,11 @@ def test_the_ladder(ranks, zero, dp, family):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_options_of_the_ladder(ranks, layout, family):
-    run = make_run(FAMILIES[family], dp=4, sequences=SEQUENCES, micro=1, layout=layout)
-    assert_proven(judge(run, 2, ranks.run(4, evidence, run, 2), expected(family)))
+def test_options_of_the_ladder(ranks, layout):
+    families = ("llama", "gpt2")
+    runs = [make_run(FAMILIES[family], dp=4, sequences=SEQUENCES, micro=1, layout=layout) for family in families]
+    for family, run, found in zip(families, runs, evidence_of_each(ranks, runs), strict=True):
+        assert_proven(judge(run, 2, found, expected(family)), family)
 
 
 # Parameters up to which units are joined; and how many units that makes, a tied weight's among them.
@@ -147,19 +149,17 @@ JOINS = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dp", [2, 3])
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("name", JOINS)
-def test_joined_units(ranks, name, zero, dp, family):
-    """On ranks that divide no unit's parameters too, with one micro-batch a step and with three."""
+def test_joined_units(ranks, name, zero, dp):
+    """On ranks that divide no unit's parameters too."""
     join, units = JOINS[name]
-    for accumulate in (1, 3):
-        micro = -(-SEQUENCES // (dp * accumulate))
-        layout = {"zero": zero, "zero_join": join}
-        run = make_run(FAMILIES[family], dp=dp, sequences=SEQUENCES, micro=micro, layout=layout)
+    layout = {"zero": zero, "zero_join": join}
+    for family in FAMILIES:
+        run = make_run(FAMILIES[family], dp=dp, sequences=SEQUENCES, layout=layout)
         assert len(padded(run, run.layout)) == units[family]
-        assert_proven(judge(run, 2, ranks.run(dp, evidence, run, 2), expected(family)))
+    prove_families(ranks, dp, layout, zero + dp + (name == "two"))
 
 
 @pytest.mark.parametrize("layout", [{"zero": 1, "zero_shard": 2}, {"zero": 0}], ids=str)
@@ -205,19 +205,19 @@ def test_recompute(ranks, layout, family):
     assert all(check.expected == check.found > 0 for check in report.activations)
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("dp", [5, 7])
-def test_shards_that_divide_nothing(ranks, zero, dp):
-    run = make_run(LLAMA, dp=dp, sequences=SEQUENCES, micro=1, layout={"zero": zero})
-    assert_proven(judge(run, 2, ranks.run(dp, evidence, run, 2), expected("llama")))
+def test_shards_that_divide_nothing(ranks, dp):
+    runs = [make_run(LLAMA, dp=dp, sequences=SEQUENCES, micro=1, layout={"zero": zero}) for zero in (1, 2, 3)]
+    for run, found in zip(runs, evidence_of_each(ranks, runs), strict=True):
+        assert_proven(judge(run, 2, found, expected("llama")), run.layout.zero)
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
-def test_ranks_without_a_sequence_on_the_ladder(ranks, zero):
-    assert_proven(prove(ranks, make_run(LLAMA, dp=4, sequences=2, micro=1, layout={"zero": zero})))
+def test_ranks_without_a_sequence_on_the_ladder(ranks):
+    runs = [make_run(LLAMA, dp=4, sequences=2, micro=1, layout={"zero": zero}) for zero in (1, 2, 3)]
+    for run, found in zip(runs, evidence_of_each(ranks, runs), strict=True):
+        assert_proven(judge(run, 2, found), run.layout.zero)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     "precision",
     [
@@ -233,25 +233,27 @@ def test_ranks_without_a_sequence_on_the_ladder(ranks, zero):
     ],
     ids=str,
 )
-def test_precisions(ranks, zero, precision):
-    """Within the stated bounds of float64, and not of it; traffic and states exact."""
-    run = make_run(GPT2, dp=2, sequences=7, layout={"zero": zero}, **precision)
-    report = prove(ranks, run)
-    assert report.passed, report.findings
-    assert report.worst > 1e-10
+def test_precisions(ranks, precision):
+    """At every stage within the stated bounds of float64, and not of it; traffic and states exact."""
+    runs = [make_run(GPT2, dp=2, sequences=7, layout={"zero": zero}, **precision) for zero in range(4)]
+    for run, found in zip(runs, evidence_of_each(ranks, runs), strict=True):
+        report = judge(run, 2, found)
+        assert report.passed, (run.layout.zero, report.findings)
+        assert report.worst > 1e-10, run.layout.zero
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize(
     "precision", [{"grad_dtype": "bf16", "reduce_dtype": "fp32"}, {"reduce_dtype": "bf16"}], ids=str
 )
-def test_hybrid_sharding_reduces_in_its_dtype_across_groups_too(ranks, zero, precision):
-    run = make_run(GPT2, dp=4, sequences=7, layout={"zero": zero, "zero_shard": 2}, precision="bf16", **precision)
-    report = prove(ranks, run)
-    assert report.passed, report.findings
-    size = {"fp32": 4, "bf16": 2}[run.reduce_dtype]
-    (row,) = (row for row in traffic(run, run.layout) if row.key.reason == "zero.replicas")
-    assert row.payload == size * sum(n // 2 for n in padded(run, run.layout).values())
+def test_hybrid_sharding_reduces_in_its_dtype_across_groups_too(ranks, precision):
+    layouts = [{"zero": zero, "zero_shard": 2} for zero in (1, 2, 3)]
+    runs = [make_run(GPT2, dp=4, sequences=7, layout=layout, precision="bf16", **precision) for layout in layouts]
+    for run, found in zip(runs, evidence_of_each(ranks, runs), strict=True):
+        report = judge(run, 2, found)
+        assert report.passed, (run.layout.zero, report.findings)
+        size = {"fp32": 4, "bf16": 2}[run.reduce_dtype]
+        (row,) = (row for row in traffic(run, run.layout) if row.key.reason == "zero.replicas")
+        assert row.payload == size * sum(n // 2 for n in padded(run, run.layout).values())
 
 
 DROPPING = GPT2.model_copy(update={"embd_dropout": 0.2, "attn_dropout": 0.1, "resid_dropout": 0.3})
