@@ -87,13 +87,20 @@ def load_each(mesh, run, found):
     return results
 
 
+def sources(target: int, layouts: list[Layout], turn: int) -> list[int]:
+    """Whose checkpoints a layout loads: its own, and those of some that follow it, others in each turn. So each layout
+    is read and reads as often as the others, from more ranks and from fewer."""
+    further = ((0, 1, 3, 6), (0, 2, 4, 7))[turn]
+    return [(target + steps) % len(layouts) for steps in further]
+
+
 def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in b)
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("family", "precision"), [("llama", "fp32"), ("gpt2", "bf16")])
-def test_any_layout_to_any_layout(ranks, tmp_path, family, precision):
+@pytest.mark.parametrize(("turn", "family", "precision"), [(0, "llama", "fp32"), (1, "gpt2", "bf16")])
+def test_any_layout_to_any_layout(ranks, tmp_path, turn, family, precision):
     saved = {}
     for number, layout in enumerate(LAYOUTS):
         run = run_of(MODELS[family], layout, precision)
@@ -109,10 +116,11 @@ def test_any_layout_to_any_layout(ranks, tmp_path, family, precision):
     for number, where in enumerate(found):
         tensors, meta = checkpoint.load(where)
         assert same(tensors, saved[number]) and meta["updates"] == 2
-    for layout in LAYOUTS:
+    for target, layout in enumerate(LAYOUTS):
         run = run_of(MODELS[family], layout, precision, seed=99)
-        for results in ranks.run(layout.world, load_each, run, found):
-            for number, (tensors, steps, tokens, compute) in enumerate(results):
+        numbers = sources(target, LAYOUTS, turn)
+        for results in ranks.run(layout.world, load_each, run, [found[number] for number in numbers]):
+            for number, (tensors, steps, tokens, compute) in zip(numbers, results, strict=True):
                 assert (steps, tokens) == (2, 5)
                 assert same(tensors, saved[number]), (LAYOUTS[number], layout)
                 for name, weight in compute.items():
@@ -166,8 +174,8 @@ def on(ranks, layout: Layout, function, *args):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("family", CUT)
-def test_layouts_that_cut_tensors(ranks, tmp_path, family):
+@pytest.mark.parametrize(("turn", "family"), list(enumerate(CUT)))
+def test_layouts_that_cut_tensors(ranks, tmp_path, turn, family):
     """Words that fill a part up are in no checkpoint, and what two ranks hold is in it once; nor does it know the
     ranks that share sequences."""
     saved = {}
@@ -186,10 +194,11 @@ def test_layouts_that_cut_tensors(ranks, tmp_path, family):
         for name, tensor in tensors.items():  # the layouts differ by rounding only
             assert (tensor - saved[0][name]).abs().max() < 1e-3, (name, CUT_LAYOUTS[number])
     losses: dict[int, list[float]] = {}
-    for layout in CUT_LAYOUTS:
+    for target, layout in enumerate(CUT_LAYOUTS):
         run = run_of(CUT[family], layout, seed=99, seq_len=8)
-        for results in on(ranks, layout, load_and_score, run, found):
-            for number, (tensors, steps, loss) in enumerate(results):
+        numbers = sources(target, CUT_LAYOUTS, turn)
+        for results in on(ranks, layout, load_and_score, run, [found[number] for number in numbers]):
+            for number, (tensors, steps, loss) in zip(numbers, results, strict=True):
                 assert steps == 2
                 assert same(tensors, saved[number]), (CUT_LAYOUTS[number], layout)
                 losses.setdefault(number, []).append(loss)
