@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from examples import example_of, run_example
+from examples import example_of, run_example_on
 
 
 class MLP(nn.Module):
@@ -38,8 +39,8 @@ def plainly(data_ranks: int) -> list[str]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_the_example_runs(tmp_path: Path, world: int) -> None:
-    found = dict(line.split() for line in run_example(example_of("tensor.md"), world, tmp_path))
+def test_the_example_runs(ranks: Any, tmp_path: Path, world: int) -> None:
+    found = dict(line.split() for line in run_example_on(ranks, example_of("tensor.md"), world, tmp_path))
     expected = dict(line.split() for line in plainly(world // 2))
     assert found.keys() == expected.keys()
     assert all(abs(float(found[name]) - float(expected[name])) < 3e-4 for name in expected)
