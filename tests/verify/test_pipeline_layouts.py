@@ -23,7 +23,7 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import Data, RunSpec
 from meshwright.train.passes import TrainingPasses
 from meshwright.verify.judge import judge
-from verify.proofs import STEPS, alone, evidence, on_ranks, prove, small_proof
+from verify.proofs import STEPS, alone, evidence, on_ranks, prove, prove_each, small_proof
 
 UNTIED = ModelSpec(
     family="llama", vocab=37, hidden=16, layers=4, heads=4, kv_heads=2, ffn=24, max_seq=32, qk_norm=True, qkv_bias=True
@@ -41,7 +41,6 @@ def run_of(model: ModelSpec, layout: dict[str, Any], sequences: int = 7, **optio
     return small_proof(model, Data(seq_len=16, packing=packing), sequences, layout, **options)
 
 
-@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(
     "layout",
     [
@@ -54,16 +53,15 @@ def run_of(model: ModelSpec, layout: dict[str, Any], sequences: int = 7, **optio
     ],
     ids=str,
 )
-def test_schedules(ranks, model, layout):
-    prove(ranks, run_of(MODELS[model], layout))
+def test_schedules(ranks, layout):
+    prove_each(ranks, [run_of(model, layout) for model in MODELS.values()])
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("layout", [{"pp": 2}, INTERLEAVED], ids=["1f1b", "interleaved"])
-def test_data_ranks_reduce_each_stage(ranks, zero, layout):
+def test_data_ranks_reduce_each_stage(ranks, layout):
     """Both tied copies get both parts of the gradient, and stay one. Data ranks have unequal parts, the second none of
     the last micro-batch."""
-    prove(ranks, run_of(TIED, {**layout, "dp": 2, "zero": zero}, sequences=6 + zero % 2))
+    prove_each(ranks, [run_of(TIED, {**layout, "dp": 2, "zero": zero}, sequences=6 + zero % 2) for zero in range(4)])
 
 
 @pytest.mark.parametrize(
@@ -73,30 +71,35 @@ def test_data_ranks_reduce_each_stage(ranks, zero, layout):
         {"pp": 2, "dp": 3, "zero": 3, "order": ("pp", "dp", "cp", "tp")},
         {"pp": 2, "dp": 4, "zero": 2, "zero_shard": 2},
         {"pp": 2, "tp": 2, "zero": 1},
-        {"pp": 2, "tp": 2, "sp": True, "dp": 2, "zero": 3},
         {"pp": 2, "cp": 2, "order": ("tp", "cp", "pp", "dp")},
         {**INTERLEAVED, "cp": 2, "cp_method": "ulysses", "cp_order": "contiguous", "zero": 2},
-        {"pp": 2, "tp": 2, "sp": True, "cp": 2, "zero": 3},
     ],
     ids=str,
 )
-@pytest.mark.parametrize("model", ["llama", "llama, tied"])
-def test_beside_other_axes(ranks, model, layout):
+def test_beside_other_axes(ranks, layout):
+    prove_each(ranks, [run_of(MODELS[model], layout) for model in ("llama", "llama, tied")])
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("llama, tied", {"pp": 2, "tp": 2, "sp": True, "dp": 2, "zero": 3}),
+        ("llama", {"pp": 2, "tp": 2, "sp": True, "cp": 2, "zero": 3}),
+    ],
+    ids=str,
+)
+def test_beside_two_other_axes(ranks, model, layout):
     prove(ranks, run_of(MODELS[model], layout))
 
 
 @pytest.mark.parametrize("schedule", [{"pp": 2, "pp_schedule": "gpipe"}, {"pp": 2}, INTERLEAVED], ids=str)
-@pytest.mark.parametrize(
-    "recompute",
-    [
+def test_recompute(ranks, schedule):
+    recomputed = [
         {"recompute": "full"},
         {"recompute": "full", "recompute_every": 2},
         {"recompute": "selective", "recompute_keep": ("linear", "attention")},
-    ],
-    ids=str,
-)
-def test_recompute(ranks, schedule, recompute):
-    prove(ranks, run_of(TIED, schedule | recompute))
+    ]
+    prove_each(ranks, [run_of(TIED, schedule | recompute) for recompute in recomputed])
 
 
 @pytest.mark.parametrize("options", [{"loss": "chunked"}, {"packing": "documents"}, {"attention": "explicit"}], ids=str)
