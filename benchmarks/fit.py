@@ -275,7 +275,7 @@ FITS: tuple[tuple[str, str, str, Sequence[str]], ...] = (
     )),
     ("deepspeed-2021", "A100", "ZeRO 3", ("network", "contention")),
     ("megatron-core", "H100", "Megatron-Core", ("sustained", "overlap_tensor")),
-    ("fsdp", "A100", "MPT", ("sustained", "flash", "flash_backward", "contention")),
+    ("fsdp", "A100", "MPT", ("sustained", "flash", "flash_backward")),
     ("fsdp", "H100", "MPT", ("sustained", "flash", "flash_backward", "contention", "network", "straggle")),
 )  # fmt: skip
 MOST = 50  # fitted rows of a table that are used

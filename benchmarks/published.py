@@ -158,6 +158,21 @@ def _narayanan_2(row: Row) -> Case:
     )
 
 
+def _january(row: Row) -> Case:
+    """What the README of January 2021 leaves open is taken from table 1 of the paper."""
+    hidden, layers, heads, parallel, gpus = narrow(row, "hidden", "layers", "heads", "model_parallel", "gpus")
+    model = gpt(hidden, layers, heads, 51200, 2048)
+    tp = min(parallel, 8)
+    pp, dp = parallel // tp, gpus // parallel
+    micro = {1: 16, 2: 16, 4: 16, 8: 8, 16: 4, 32: 2, 64: 2}.get(parallel, 1)
+    return Case(
+        f"{row['params_b']}B tp={tp} pp={pp} dp={dp}",
+        megatron(row, model=model, micro=micro, tp=tp, dp=dp, pp=pp),
+        cluster("a100-80", gpus, "megatron-2021", 200 * GBIT),
+        hardware_flops(model, int(row["global_batch"])) / (gpus * float(row["tflops_per_gpu"]) * 1e12),
+    )
+
+
 def _tensor_scaling(row: Row) -> Case:
     hidden, layers, heads, tp, gpus, batch = narrow(row, "hidden", "layers", "heads", "tp", "gpus", "global_batch")
     model = gpt(hidden, layers, heads, padded(50257, tp), 1024)
@@ -258,6 +273,12 @@ TABLES = (
         "Megatron-LM 2020, tensor parallelism", "megatron_2020_tp_scaling.csv",
         "Megatron-LM's repository of September 2020, images/tables.tex",
         "1,024 tokens and full recompute, which the table does not state", _tensor_scaling, fits=False,
+    ),
+    Table(
+        "Megatron-LM, January 2021", "megatron_jan2021_readme.csv",
+        "Megatron-LM's README of January 2021, images/cases_jan2021.png",
+        "eight tensor ranks at most, the rest pipeline ranks without chunks, and micro-batches as in table 1", _january,
+        fits=False,
     ),
     Table(
         "Megatron-LM 2021, table 2, without ZeRO", "megatron2021_table2_zero3.csv",
