@@ -49,7 +49,7 @@ def test_gpipe_of_four(capsys: pytest.CaptureFixture[str]) -> None:
         "42.9% of all ranks' time is waiting; (p − 1)/(m + p − 1) = 42.9% where messages take no time"
     )
     assert figures["held"] == "micro-batches at most: 4 on stages 0 to 3"
-    assert figures["buffers"] == "at most 2 of activations and 2 of gradients wait to be used on a rank"
+    assert figures["buffers"] == "at most 3 of activations and 3 of gradients wait to be used on a rank"
     assert "at once" not in figures
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
+import weakref
 from pathlib import Path
 from unittest import mock
 
@@ -15,6 +17,7 @@ from meshwright.comm.collectives import Group
 from meshwright.parallel.flat import Precision
 from meshwright.parallel.reducer import Reducer
 from meshwright.parallel.zero import Options, shard
+from meshwright.spec.errors import UserError
 
 sys.path.insert(0, str(Path(__file__).parent))
 from sharding import STAGES, Chain, Tied, Twice, expected_gradients, gradients, inputs, module, single, step
@@ -292,3 +295,56 @@ def test_a_step_given_up_gives_each_buffer_back_once(ranks, stage):
     for before, failed, after in ranks.run(2, given_up_within_a_unit, stage, narrow):
         assert len(failed) < len(before)
         assert after == before and len(set(after)) == len(after)
+
+
+class Counted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def run_micros(sharded, model, micros, between=lambda index: None):
+    sharded.begin()
+    for index in range(micros):
+        sharded.micro(index, last=index == micros - 1)
+        model(torch.full((2, 4), 1.0 + index)).sum().backward()
+        sharded.end_micro()
+        between(index)
+    return [unit for unit in sharded.finish()]
+
+
+@pytest.mark.parametrize(("stage", "calls"), [(0, 2), (1, 2), (2, 5)])
+def test_python_is_called_for_the_first_and_the_last_gradient_only(stage, calls, monkeypatch):
+    """Where autograd adds in between; stages 2 and 3 sum up in every micro-batch."""
+    seen = []
+    monkeypatch.setattr(Reducer, "_check_announced", lambda self, unit: seen.append(unit))
+    model = Counted()
+    sharded = single(model, stage)
+    for _ in range(2):
+        seen.clear()
+        run_micros(sharded, model, 5)
+        assert len(seen) == calls * len(list(model.parameters()))
+
+
+def test_a_gradient_that_is_taken_away_in_between_is_not_lost_in_silence():
+    model = Counted()
+    sharded = single(model, 1)
+    with pytest.raises(UserError, match=r"layers\.0\.weight\.grad was set between two micro-batches of a step"):
+        run_micros(sharded, model, 3, lambda index: model.zero_grad(set_to_none=True))
+    assert len(run_micros(sharded, model, 3)) == 3, "the next step begins anew"
+
+
+def test_a_module_that_nobody_holds_is_freed():
+    """Hooks hold what holds the parameters that hold the hooks."""
+    model = Counted()
+    sharded = single(model, 0)
+    run_micros(sharded, model, 2)
+    held = weakref.ref(model), weakref.ref(sharded)
+    del model, sharded
+    gc.collect()
+    assert [each() for each in held] == [None, None]

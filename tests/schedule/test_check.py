@@ -60,7 +60,7 @@ def swapped(schedule: Schedule, rank: int, one: Action, other: Action) -> Schedu
 
 def test_a_missing_send():
     assert refused(without(TWO, 0, Action("send_activations", 0, 1))) == (
-        "rank 1 waits at action 2 (receive of micro-batch 1's activations from stage 0 on stage 1): nobody sends "
+        "rank 1 waits at action 1 (receive of micro-batch 1's activations from stage 0 on stage 1): nobody sends "
         "micro-batch 1's activations from stage 0; put the send into the list of rank 0"
     )
 
@@ -73,12 +73,12 @@ def test_a_missing_receive():
 
 
 def test_a_receive_posted_behind_its_consumer():
-    late = swapped(TWO, 0, Action("recv_gradients", 0, 0), Action("backward", 0, 0))
+    late = swapped(TWO, 0, Action("recv_gradients", 0, 1), Action("backward", 0, 1))
     said = refused(late)
     assert (
-        "rank 0, action 2 (backward of micro-batch 0 on stage 0) needs the receive of micro-batch 0's gradients" in said
+        "rank 0, action 5 (backward of micro-batch 1 on stage 0) needs the receive of micro-batch 1's gradients" in said
     )
-    assert said.endswith("before it: it is action 5; move it up")
+    assert said.endswith("before it: it is action 10; move it up")
 
 
 def test_a_send_before_what_makes_it():
@@ -92,7 +92,7 @@ def test_another_order_at_one_end():
     actions[one], actions[other] = actions[other], actions[one]
     actions.insert(0, actions.pop(other))
     assert refused(swapped(changed(TWO, 1, actions), 1, actions[0], actions[1])) == (
-        "activations from rank 0 to rank 1 are sent and received in different orders: message 0 is action 1 (send of "
+        "activations from rank 0 to rank 1 are sent and received in different orders: message 0 is action 2 (send of "
         "micro-batch 0's activations from stage 0 to stage 1) on rank 0, and action 0 (receive of micro-batch 1's "
         "activations from stage 0 on stage 1) on rank 1; use one order on both"
     )
@@ -108,9 +108,9 @@ def test_a_missing_backward():
 
 
 def test_a_double():
-    twice = changed(TWO, 0, [TWO.ranks[0][0], *TWO.ranks[0]])
+    twice = changed(TWO, 0, [*TWO.ranks[0][:2], *TWO.ranks[0][1:]])
     assert refused(twice) == (
-        "rank 0, action 1 (forward of micro-batch 0 on stage 0): action 0 (forward of micro-batch 0 on stage 0) has "
+        "rank 0, action 2 (forward of micro-batch 0 on stage 0): action 1 (forward of micro-batch 0 on stage 0) has "
         "done that; leave one out"
     )
 

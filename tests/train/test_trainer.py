@@ -42,7 +42,8 @@ def data_of(run: RunSpec) -> UnequalData:
 
 
 def snapshot(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Weights and moments, whole, by kind and name; collective."""
+    """Weights and moments, whole, by kind and name; collective. The trainer may be dropped behind it."""
+    trainer.sharded.settle()
     named = [("model", placement, tensor.clone()) for placement, tensor in trainer.sharded.named_parameters()]
     named += [(kind, placement, tensor.clone()) for placement, kind, tensor in trainer.optimizer.named_moments()]
     return {f"{kind}/{placement.name}": tensor for kind, placement, tensor in named}

@@ -1,8 +1,9 @@
 """Sends, receives, reductions and the step, put in between what the ranks compute.
 
-A send stands right behind the computing action that makes what it sends. A receive is posted before the computing
-action that *precedes* its consumer, so that the message can arrive while that one computes; earlier would only hold a
-buffer for longer, so it is done only where the rule below asks for it. A stage is reduced behind its last backward,
+A send stands right behind the computing action that makes what it sends. A receive is posted AHEAD computing actions
+before its consumer: one, and the message can arrive while that one computes; two, and the sender mostly finds it posted
+and need not ask first, which spares small messages a way there and back. Earlier would only hold a buffer for longer,
+so it is done only where the rule below asks for it. A stage is reduced behind its last backward,
 after what others wait for has been sent.
 
 **Why no rank waits for ever**, even if every send blocked until its receive is posted. Let all computing actions run
@@ -32,6 +33,8 @@ from meshwright.schedule.numbers import Numbers
 
 UNITS = {"forward": 2, "backward": 4, "backward_input": 2, "backward_weight": 2}
 NOTHING = -1
+AHEAD = 2
+"""Computing actions for which a receive is posted before its message is needed."""
 
 
 def communicating(name: str, stages: Sequence[int], micros: int, order: Sequence[Sequence[Action]]) -> Schedule:
@@ -135,7 +138,7 @@ def _posts(
     """Where receives are posted, by the rule above: the computing action before which each stands, and its key."""
     every, micros, channels = numbers.all, numbers.micros, numbers.channels
     receives = [
-        (made[needed] * every + needed, max(position - 1, 0))
+        (made[needed] * every + needed, max(position - AHEAD, 0))
         for position, needed in enumerate(each.needs)
         if needed != NOTHING and channels[needed // micros]
     ]
