@@ -13,6 +13,7 @@ from meshwright.predict.cost.constants import STACKS
 from meshwright.predict.cost.operators import strides
 from meshwright.predict.cost.step import StepTime, step_time
 from meshwright.predict.flops import utilisation
+from meshwright.predict.params import count
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.devices import cluster as named
 from meshwright.spec.errors import UserError
@@ -152,9 +153,11 @@ def test_more_devices_than_there_are() -> None:
 
 
 def test_a_million_devices_and_a_quadrillion_parameters_do_not_overflow() -> None:
-    huge = ModelSpec(family="llama", vocab=10**6, hidden=2**18, layers=1300, heads=2**10, ffn=2**20, max_seq=8192)
+    model = ModelSpec(
+        family="llama", vocab=10**6, hidden=2**18, layers=130, heads=1000, head_dim=256, ffn=10**7, max_seq=8192
+    )
+    assert count(model) > 1e15
     layout = {"tp": 1000, "pp": 10, "dp": 100, "zero": 3, "pp_split": "layers"}
-    model = huge.model_copy(update={"heads": 1000, "head_dim": 256, "kv_heads": 1000, "ffn": 10**6})
     found = predicted(layout, named("125000x8xh100"), model, batch=10_000, seq=8192)
     assert 0 < found.utilisation < 1
     assert found.seconds > 1

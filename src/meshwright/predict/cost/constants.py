@@ -146,9 +146,8 @@ TOGETHER: dict[tuple[str, str], dict[str, Any]] = {
     ("fsdp", "A100"): _FSDP_A100 | {"flash": 0.37, "flash_backward": 0.4},
     ("fsdp", "H100"): _FSDP_H100 | {"flash": 0.29, "flash_backward": 0.33},
     # Nobody has timed ours yet; it issues torch's kernels one by one, as FSDP's models do.
-    ("nccl", "A100"): _FSDP_A100,
-    ("nccl", "H100"): _FSDP_H100,
-    ("nccl", "H200"): _FSDP_H100,
+    **{("nccl", device): _FSDP_A100 for device in ("A100", "V100", "RTX")},
+    **{("nccl", device): _FSDP_H100 for device in ("H100", "H200", "B200", "GB200", "MI300X")},
 }
 """What a stack makes of one kind of device: how far its kernels let the clock go, what they are slowed down by."""
 
