@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from meshwright.spec.cluster import Cluster, Device, Flops, Link
 from meshwright.spec.devices import cluster
+from meshwright.spec.errors import UserError
 
 DEVICE = Device(name="d", flops=Flops(fp32=1e12), memory=1, bandwidth=1.0)
 
@@ -61,3 +62,12 @@ def test_equal_clusters_are_one_key():
 def test_refuses_links_that_join_nothing(devices: tuple[int, ...], fields: dict[str, int], why: str):
     with pytest.raises(ValidationError, match=why):
         joined(*devices, **fields)
+
+
+def test_a_part_is_of_one_node_or_of_whole_ones():
+    asked = cluster("4x8xh100")
+    parts = [asked.part(devices) for devices in (1, 8, 24, 32)]
+    assert [(part.nodes, part.per_node) for part in parts] == [(1, 1), (1, 8), (3, 8), (4, 8)]
+    for devices, right in ((12, 8), (64, 32)):
+        with pytest.raises(UserError, match=f"use {right}"):
+            asked.part(devices)

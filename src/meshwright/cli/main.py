@@ -22,6 +22,7 @@ COMMANDS = {
     "checkpoint": "Look into checkpoints, check, export and import them.",
     "costs": "Measure what the parts of a model take here, to balance a pipeline by.",
     "schedule": "Draw who does what, and when, in a pipeline.",
+    "probe": "Measure this machine into a cluster file.",
 }
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from meshwright.spec.errors import UserError
 from meshwright.spec.quantities import BYTES, FLOPS, RATE, SECONDS
 
 Precision = Literal["fp32", "bf16", "fp16", "float64"]
@@ -112,6 +113,18 @@ class Cluster(Part):
     def devices(self) -> int:
         """Number of devices."""
         return self.nodes * self.per_node
+
+    def part(self, devices: int) -> Cluster:
+        """The first so many devices: of one node, or whole nodes. Raises UserError where they are neither."""
+        if devices <= self.per_node:
+            return self.model_copy(update={"nodes": 1, "per_node": devices})
+        if devices <= self.devices and devices % self.per_node == 0:
+            return self.model_copy(update={"nodes": devices // self.per_node})
+        whole = self.per_node * min(devices // self.per_node, self.nodes)
+        raise UserError(
+            f"cluster: {devices} devices are not whole nodes of {self.per_node}, of which there are {self.nodes}; "
+            f"use {whole}"
+        )
 
     def level(self, ranks: int, stride: int = 1) -> int:
         """The place in `links` of the outermost one that groups of `ranks` devices, `stride` apart, need.

@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 
 from meshwright.predict.cost.cpu import Measured, among, crowd, curve, shared, stretched
+from meshwright.predict.cost.step import step_time
 from meshwright.schedule import make
 from meshwright.schedule.timeline import simulate
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.devices import cluster
+from meshwright.spec.layout import Layout
+from meshwright.spec.run import Batch, Data, RunSpec
 
 ROWS = [
     ["all_reduce", 2, 2, [[1000, 1e-4], [100_000, 1e-3]]],
@@ -97,3 +100,52 @@ class TestStretched:
     def test_enough_cores_change_nothing(self):
         timeline = self.timeline("1f1b")
         assert stretched(timeline, 1, crowded=1) == timeline.length
+
+    def test_a_system_that_is_slow_to_deal_cores_out_is_between_both(self):
+        timeline = self.timeline("1f1b")
+        ideal, shared_always = stretched(timeline, 1, 2), 2 * timeline.length
+        assert stretched(timeline, 1, 2, uneven=1.0) == pytest.approx(shared_always)
+        assert stretched(timeline, 1, 2, uneven=0.25) == pytest.approx(0.75 * ideal + 0.25 * shared_always)
+
+
+class TestSteps:
+    """Of whole runs on a machine of two cores."""
+
+    RUN = RunSpec(batch=Batch(sequences=8, micro=2), data=Data(seq_len=64))
+
+    def seconds(self, layout: Layout, **constants: Any) -> float:
+        return step_time(self.RUN, layout, machine(**constants)).seconds
+
+    def test_lines_add_up_where_cores_are_shared(self):
+        for layout in (Layout(dp=4), Layout(dp=1, pp=4), Layout(dp=2, pp=2), Layout(dp=2, tp=2)):
+            told = step_time(self.RUN, layout, machine())
+            assert sum(told.lines.values()) == pytest.approx(told.seconds)
+            assert told.lines["cores"] > 0
+            assert 0 < told.utilisation <= 1
+        assert step_time(self.RUN, Layout(dp=2), machine()).lines.get("cores", 0) == 0
+
+    def test_a_pipeline_leaves_cores_to_others_as_far_as_the_system_deals_them_out(self):
+        times = [self.seconds(Layout(dp=1, pp=4), uneven=uneven) for uneven in (0.0, 0.5, 1.0)]
+        assert times[0] < times[1] < times[2]
+        assert self.seconds(Layout(dp=4), uneven=0.0) == self.seconds(Layout(dp=4), uneven=1.0)
+
+    def test_the_interpreter_works_on_the_core_that_computes(self):
+        host = 1e-4
+        apart = self.seconds(Layout(dp=2), host=host, beside=True)
+        together = self.seconds(Layout(dp=2), host=host, beside=False)
+        free = self.seconds(Layout(dp=2), host=0.0, host_backward=0.0, beside=False)
+        assert free < apart < together
+
+    def test_a_recompute_that_looks_at_each_operator_takes_the_interpreter_longer(self):
+        selective, full = Layout(dp=1, recompute="selective"), Layout(dp=1, recompute="full")
+        assert self.seconds(selective, watched=1e-4) > self.seconds(selective)
+        assert self.seconds(full, watched=1e-4) == self.seconds(full)
+
+    def test_collectives_that_were_measured_are_what_computing_waits_for(self):
+        layout = Layout(dp=1, tp=2)
+        cheap = [["all_reduce", 2, 2, [[1, 1e-6], [10**8, 1e-6]]]]
+        dear = [["all_reduce", 2, 2, [[1, 1e-2], [10**8, 1e-2]]]]
+        # In each of four micro-batches two sums of a block in both passes, and one of each end; then norm and metrics.
+        count = 4 * (4 * 4 + 2) + 2
+        more = self.seconds(layout, collectives=dear) - self.seconds(layout, collectives=cheap)
+        assert more == pytest.approx(count * (1e-2 - 1e-6))

@@ -53,6 +53,8 @@ class Constants:
     host: float = 10e-6  # the host, until a kernel is issued in forward
     host_backward: float = 6e-6  # the same in backward
     host_step: float = 1e-3  # the host, beside forward and backward, once a step
+    beside: bool = True  # whether the host issues kernels while the device computes; a CPU does one or the other
+    watched: float = 0.0  # the host, for each kernel of a region that is recomputed but for some operators' outputs
     host_block: float = 0.0  # the host, for each block and pass, beside its kernels
 
     # -- links
@@ -81,6 +83,7 @@ class Constants:
     # -- CPUs, as `meshwright probe` measures them: see cost/cpu.py
     threads: tuple[tuple[int, float], ...] = ()  # threads of a rank, and how many times faster they are than one
     busy: tuple[tuple[int, float], ...] = ()  # ranks busy at once, and how much slower each is beside its part of cores
+    uneven: float = 0.0  # of cores that a pipeline's ranks leave to others, the part that these do not find in time
     collectives: tuple[tuple[str, int, int, tuple[tuple[int, float], ...]], ...] = ()
     """Operation, ranks at once, ranks of a group, and seconds by bytes; where there are any, links do not count."""
 
@@ -112,7 +115,7 @@ DEVICES: dict[str, dict[str, Any]] = {
     # One core is one unit: a product's time is by its operations. `meshwright probe` measures the rest.
     "CPU": {
         "units": 1, "tiles": ((16, 16, 1.0),), "product": 0.8, "flash": 0.4, "flash_backward": 0.4, "kernel": 5e-6,
-        "host": 0.0, "host_backward": 0.0, "wire": 0.8, "network": 0.8, "collective": 1e-4,
+        "host": 2e-5, "host_backward": 3e-5, "beside": False, "wire": 0.8, "network": 0.8, "collective": 1e-4,
     },
 }  # fmt: skip
 """By the first word of a device's name."""

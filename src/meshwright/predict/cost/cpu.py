@@ -76,12 +76,12 @@ def _between(points: Iterable[Sequence[float]], at: float) -> float:
     return float(np.interp(at, counts, factors))
 
 
-def stretched(timeline: Timeline, copies: int, crowded: float) -> float:
+def stretched(timeline: Timeline, copies: int, crowded: float, uneven: float = 0.0) -> float:
     """Seconds of a step of as many `copies` of a pipeline as data, context and tensor ranks make.
 
     timeline: as if each rank had a core. crowded: ranks for each core there is. Where n ranks are busy and n is above
     the cores, all go on at cores / n of their speed, so that the order of things stays as it is and that moment takes
-    n / cores times as long.
+    n / cores times as long. uneven: how far the system is from dealing cores out so; at 1 it is as if all computed.
     """
     if crowded == 1:
         return timeline.length
@@ -97,7 +97,8 @@ def stretched(timeline: Timeline, copies: int, crowded: float) -> float:
     for moment, change in edges:
         length += (moment - before) * max(busy * copies / cores, 1.0)
         before, busy = moment, busy + change
-    return length + timeline.length - before
+    length += timeline.length - before
+    return length + uneven * (timeline.length * crowded - length)
 
 
 # -- collectives ------------------------------------------------------------------------------------------------------

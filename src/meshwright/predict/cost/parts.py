@@ -53,10 +53,12 @@ class _Pass:
     device: float
     host: float
     sent: dict[str, float]
+    beside: bool = True
 
     @property
     def total(self) -> float:
-        return max(self.device + sum(self.sent.values()), self.host)
+        known = self.device + sum(self.sent.values())
+        return max(known, self.host) if self.beside else known + self.host
 
     @property
     def waits(self) -> float:
@@ -103,8 +105,8 @@ class Parts:
             it = self.sizes(shard)
             sums = self._sums(shard, "embed"), self._sums(shard, "head")
             found = self._ends[shard] = (
-                self._whole(embedding(it), (), sums[0]),
-                self._whole(head(it), (), sums[1]),
+                self._whole(embedding(it), (), sums[0], self.constants.host),
+                self._whole(head(it), (), sums[1], self.constants.host),
             )
         return found
 
@@ -115,16 +117,19 @@ class Parts:
 
     def _block(self, shard: Shard) -> Block:
         operators = self._operators_of(shard)
-        return self._whole(operators, again(operators, shard, self.model), self._sums(shard, "block"))
+        host = self.constants.host + self.constants.watched * (shard.recompute == "selective")
+        return self._whole(operators, again(operators, shard, self.model), self._sums(shard, "block"), host)
 
     def _whole(
-        self, operators: Sequence[Operator], repeated: Sequence[Operator], sent: tuple[dict[str, float], ...]
+        self,
+        operators: Sequence[Operator],
+        repeated: Sequence[Operator],
+        sent: tuple[dict[str, float], ...],
+        host: float,
     ) -> Block:
         extra = self.constants.host_block
-        forward = self._pass((each.forward for each in operators), self.constants.host, extra, sent[0])
-        recompute = self._pass(
-            (each.forward for each in repeated), self.constants.host, extra if repeated else 0, sent[1]
-        )
+        forward = self._pass((each.forward for each in operators), host, extra, sent[0])
+        recompute = self._pass((each.forward for each in repeated), host, extra if repeated else 0, sent[1])
         backward = self._pass((each.backward for each in operators), self.constants.host_backward, extra, sent[2])
         lines = {"compute": forward.device + backward.device, "recompute": recompute.device}
         for each in (forward, recompute, backward):
@@ -135,7 +140,7 @@ class Parts:
     def _pass(self, works: Iterable[tuple[Work, ...]], host: float, extra: float, sent: dict[str, float]) -> _Pass:
         flat = [each for of_operator in works for each in of_operator]
         device = sum(self.seconds(each) for each in flat)
-        return _Pass(device, host * kernels(flat) + extra, sent)
+        return _Pass(device, host * kernels(flat) + extra, sent, self.constants.beside)
 
     def _operators_of(self, shard: Shard) -> list[Operator]:
         """Those of a block, whatever is computed again."""

@@ -80,7 +80,7 @@ def step_time(run: RunSpec, layout: Layout, cluster: Cluster, parts: Parts | Non
             reduce=found.stages.reduce.tolist(),
             step=found.stages.step.tolist(),
         )
-        length, whole = timeline.length, stretched(timeline, layout.world // layout.pp, crowded)
+        length, whole = timeline.length, stretched(timeline, layout.world // layout.pp, crowded, parts.constants.uneven)
     return found.told(length, whole)
 
 
