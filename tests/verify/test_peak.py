@@ -217,6 +217,14 @@ def test_context_ranks(ranks, model):
     assert all(found.total < rsa for _, found in pairs if found.total != rsa)
 
 
+@pytest.mark.parametrize("packing", ["none", "documents"])
+def test_rings_of_ranks_that_deal_heads_out(ranks, packing):
+    """2 × 2: what a ring of fewer positions and heads holds on its way."""
+    run = run_of(HEADS.model_copy(update={"max_seq": 128}), 1, micro=2, data=Data(seq_len=128, packing=packing))
+    layouts = [Layout(dp=1, cp=4, cp_method="usp", cp_ulysses=2, zero_join=0, zero=zero) for zero in (0, 3)]
+    compared(ranks, run, layouts)
+
+
 def test_a_watch_sees_births_deaths_and_resizing():
     kept = torch.zeros(100)
     with Watch({"kept": [kept.untyped_storage()]}) as watch:
