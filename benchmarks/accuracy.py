@@ -29,6 +29,7 @@ from published import TABLES, Case, Table, cluster, gpt
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import NullFormatter
 
 GIB = 2**30
 WHOLE = 60  # rows of a table that is printed whole; of longer ones the worst
@@ -252,7 +253,10 @@ def _rate(ranks: int, micros: int) -> float:
 def plot(every: dict[str, list[Result]], path: Path) -> None:
     """Predicted over measured seconds, a panel for each table."""
     plt.rcParams |= {"svg.hashsalt": "meshwright", "svg.fonttype": "none", "font.size": 8, "savefig.dpi": 90}
-    figure, axes = plt.subplots(2, -(-len(TABLES) // 2), figsize=(11, 5), layout="constrained", squeeze=False)
+    across = 3
+    figure, axes = plt.subplots(-(-len(TABLES) // across), across, figsize=(9, 7), layout="constrained", squeeze=False)
+    for panel in axes.flat[len(TABLES) :]:
+        panel.set_axis_off()
     for panel, table in zip(axes.flat, TABLES, strict=False):
         found = every[table.name]
         for fitted, color, label in ((False, "tab:blue", "others"), (True, "tab:orange", "fitted")):
@@ -263,10 +267,13 @@ def plot(every: dict[str, list[Result]], path: Path) -> None:
             )  # fmt: skip
         panel.axhline(1, color="0.5", linewidth=0.8)
         panel.set(xscale="log", ylim=(0.5, 1.5), title=table.name)
-    axes[0, 0].set_ylabel("predicted / measured")
-    axes[1, 0].set(xlabel="measured s", ylabel="predicted / measured")
+        panel.xaxis.set_minor_formatter(NullFormatter())
+    for panel in axes[:, 0]:
+        panel.set_ylabel("predicted / measured")
+    for panel in axes[-1]:
+        panel.set_xlabel("measured s")
     axes[0, 0].legend(loc="upper right")
-    figure.savefig(path, metadata={"Date": None})
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def main() -> None:

@@ -27,6 +27,9 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import RunSpec
 from meshwright.spec.stages import Stage
 
+ROUNDING = 1e-12
+"""Of a step: what is left where sums of the same times are taken from each other."""
+
 
 @dataclass(frozen=True)
 class StepTime:
@@ -226,7 +229,7 @@ class _Step:
         error = self.parts.constants.error
         return StepTime(
             seconds=whole,
-            lines=lines,
+            lines={reason: time if abs(time) > ROUNDING * whole else 0.0 for reason, time in lines.items()},
             utilisation=needed / (whole * layout.world * self.parts.peak),
             tokens_per_second=tokens / whole,
             low=whole * (1 - error),
