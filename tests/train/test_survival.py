@@ -13,21 +13,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.train.commands import Command, lines, parameters, running, text
 
+from meshwright.spec.load import load_run
 from meshwright.train import folders
+from train.commands import FIELDS, Command, last_words, lines, parameters, running, text
 
 STEPS = 300
-WORDS = (f"steps={STEPS}", "checkpoint.every=11", "layout.zero=1", "--max-restarts", "2")
+RUN = (f"steps={STEPS}", "checkpoint.every=11", "layout.zero=1")
+WORDS = (*RUN, "--max-restarts", "2")
 ROUNDS = int(os.environ.get("MESHWRIGHT_SURVIVAL", "1"))
 WAYS = ("rank", "saver", "command")
 
 
 @pytest.fixture(scope="module")
-def quiet(tmp_path_factory):
+def quiet(tmp_path_factory, ranks):
     folder = text(tmp_path_factory.mktemp("quiet"))
-    with Command(folder, *WORDS) as command:
-        assert command.end() == 0, command.err
+    ranks.run(2, last_words, load_run(None, [*FIELDS, *RUN, "layout.dp=2"]), folder)
     return folder
 
 
