@@ -28,7 +28,7 @@ from meshwright.spec.clusterfile import load_cluster
 from meshwright.spec.load import load_run
 from meshwright.spec.run import RunSpec
 from meshwright.train.probing import CASES as PROBED
-from meshwright.train.probing import stepper
+from meshwright.train.probing_steps import stepper
 
 MODEL = (
     "model={family: llama, vocab: 512, hidden: 256, layers: 4, heads: 4, kv_heads: 4, ffn: 704, max_seq: 256}",

@@ -12,7 +12,7 @@ from meshwright.predict.cost.constants import Constants, constants_of
 from meshwright.predict.cost.operators import Flash, Move, Product
 from meshwright.predict.cost.roofline import product, seconds
 from meshwright.spec.devices import cluster
-from meshwright.train import probing
+from meshwright.train import probing, probing_steps
 from meshwright.train.probing import Case, Effort, Timer, fit_operators, fit_products, operators
 
 CPU = torch.device("cpu")
@@ -61,8 +61,8 @@ def test_each_kind_of_operator_gets_the_part_that_makes_its_prediction_what_it_t
 
 
 def test_every_figure_that_is_fitted_is_a_positive_number():
-    found = probing.fit_device(TIMER, cluster("cpu"), "fp32").constants
-    assert set(found) == {*probing.FITTED, "watched"}
+    found = probing_steps.fit_device(TIMER, cluster("cpu"), "fp32").constants
+    assert set(found) == {*probing_steps.FITTED, "watched"}
     assert all(math.isfinite(value) and value >= 0 for value in found.values())
     zero = {name for name, value in found.items() if value == 0}
     assert zero <= {"depth", "flash_width", "host", "host_backward", "host_step", "watched"}
@@ -70,7 +70,7 @@ def test_every_figure_that_is_fitted_is_a_positive_number():
 
 def test_threads_are_as_many_as_before(monkeypatch: pytest.MonkeyPatch):
     before = torch.get_num_threads()
-    assert probing.threads(TIMER, probing.TINY, "fp32", 2) > 0
+    assert probing_steps.threads(TIMER, probing.TINY, "fp32", 2) > 0
     assert torch.get_num_threads() == before
 
 

@@ -17,19 +17,9 @@ from meshwright.predict.cost.step import step_time
 from meshwright.spec.cluster import Cluster, Device, Flops, Link
 from meshwright.spec.devices import KINDS, Kind, of
 from meshwright.train.launch import launch
-from meshwright.train.probing import (
-    CASES,
-    TINY,
-    Effort,
-    Timer,
-    fit_device,
-    middle,
-    peaks,
-    slowed,
-    threads,
-    with_constants,
-)
+from meshwright.train.probing import CASES, TINY, Effort, Timer, peaks
 from meshwright.train.probing_ranks import asked_of
+from meshwright.train.probing_steps import fit_device, middle, slowed, threads, with_constants
 
 WORKER = "meshwright.train.probing_ranks"
 

@@ -28,7 +28,8 @@ from meshwright.comm.mesh import Mesh
 from meshwright.predict.cost.cpu import curve
 from meshwright.spec.layout import Layout
 from meshwright.spec.traffic import Operation
-from meshwright.train.probing import CASES, TINY, Effort, Timer, Work, stepper
+from meshwright.train.probing import CASES, TINY, Effort, Timer, Work
+from meshwright.train.probing_steps import stepper
 from meshwright.train.report import run_guarded
 
 SIZES = (1 << 8, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
