@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.predict.cost.operators import Product
 from meshwright.predict.cost.parts import Parts, Shard
 from meshwright.predict.params import count
 from meshwright.predict.tensor import reissued
@@ -36,6 +37,21 @@ def test_a_blocks_tensor_collectives_are_those_of_the_ledger(model: ModelSpec, r
     part = float(costs.collective("all_gather", 2048 * 12288 * 2, 8))
     sp = 10 + (2 + sum(again.values()) / model.layers) * (recompute == "full")
     assert costs.block(shard._replace(sp=True)).lines["tp"] == pytest.approx(sp * part)
+
+
+def test_regions_of_several_blocks_spare_their_last_product_only() -> None:
+    """By collectives, which the ledger counts, and by what is computed: each second block's product and sum."""
+    layout = Layout(dp=1, tp=8, recompute="full", recompute_every=2)
+    costs, shard = parts(GPT), Shard.of(layout, 1, GPT.layers)
+    assert shard.region == 2
+    each = float(costs.collective("all_reduce", 2048 * 12288 * 2, 8))
+    expected = 4 + sum(reissued(GPT, layout).values()) / GPT.layers
+    found, alone = costs.block(shard), costs.block(shard._replace(region=1))
+    assert found.lines["tp"] == pytest.approx(expected * each)
+    down = costs.seconds(Product(1, 2048, 12288, 4 * 12288 // 8))
+    more = found.lines["recompute"] - alone.lines["recompute"]
+    assert down / 2 < more < 1.2 * down / 2, "the residual's sum behind it, too"
+    assert sum(found.lines.values()) == pytest.approx(found.forward + found.backward + found.recompute)
 
 
 def test_lines_are_the_whole_of_a_block() -> None:

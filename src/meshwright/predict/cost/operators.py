@@ -82,8 +82,8 @@ def strides(layout: Layout) -> dict[Axis, int]:
 class Shard(NamedTuple):
     """What a block's cost on one rank depends on: see `Layout` for the fields' meanings.
 
-    micro: sequences at once. tp_stride, cp_stride: how many devices neighbours on these axes are apart; by default
-    tensor ranks are neighbours, and context ranks lie behind them.
+    region: blocks that are computed again together. micro: sequences at once. tp_stride, cp_stride: how many devices
+    neighbours on these axes are apart; by default tensor ranks are neighbours, and context ranks lie behind them.
     """
 
     tp: int = 1
@@ -94,17 +94,19 @@ class Shard(NamedTuple):
     cp_ulysses: int | None = None
     recompute: Literal["none", "full", "selective"] = "none"
     recompute_keep: tuple[Operators, ...] = ("linear",)
+    region: int = 1
     micro: int = 1
     tp_stride: int = 1
     cp_stride: int | None = None
 
     @classmethod
-    def of(cls, layout: Layout, micro: int) -> Shard:
-        """That of a resolved `layout`."""
+    def of(cls, layout: Layout, micro: int, blocks: int = 1) -> Shard:
+        """That of a resolved `layout` and stages of so many blocks."""
         stride = strides(layout)
         return cls(
             tp=layout.tp, sp=layout.sp, cp=layout.cp, cp_method=layout.cp_method, cp_order=layout.cp_order,
             cp_ulysses=layout.cp_ulysses, recompute=layout.recompute, recompute_keep=layout.recompute_keep, micro=micro,
+            region=layout.region(blocks),
             tp_stride=stride["tp"], cp_stride=stride["cp"],
         )  # fmt: skip
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -118,7 +118,12 @@ class Parts:
     def _block(self, shard: Shard) -> Block:
         operators = self._operators_of(shard)
         host = self.constants.host + self.constants.watched * (shard.recompute == "selective")
-        return self._whole(operators, again(operators, shard, self.model), self._sums(shard, "block"), host)
+        spared = self._whole(operators, again(operators, shard, self.model), self._sums(shard, "block"), host)
+        if shard.region == 1:
+            return spared
+        # Of a region's blocks only the last is spared its last product.
+        repeated, sums = again(operators, shard, self.model, spared=False), self._sums(shard, "block", spared=False)
+        return _mixed(spared, self._whole(operators, repeated, sums, host), 1 / shard.region)
 
     def _whole(
         self,
@@ -166,13 +171,15 @@ class Parts:
 
     # -- what computing waits for --------------------------------------------------------------------------------------
 
-    def _sums(self, shard: Shard, where: str) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+    def _sums(
+        self, shard: Shard, where: str, *, spared: bool = True
+    ) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
         """Exposed collectives of tensor and context ranks in forward, recompute and backward: see predict/tensor.py."""
         if shard.tp == 1 and shard.cp == 1:
             return {}, {}, {}
         forward, recompute, backward = {"tp": 0.0}, {"tp": 0.0}, {"tp": 0.0}
         if shard.tp > 1:
-            counts = _tensor_counts(shard, where, dropped=self.model.resid_dropout > 0)
+            counts = _tensor_counts(shard, where, last=self.model.resid_dropout > 0 or not spared)
             hidden = shard.micro * self.seq // shard.cp * self.model.hidden * self.size
             kind: Operation = "all_gather" if shard.sp else "all_reduce"
             took = self._one(kind, hidden, shard.tp, shard.tp_stride)
@@ -243,30 +250,39 @@ class Parts:
 
 def _plain(shard: Shard) -> Shard:
     """The same where nothing is computed again."""
-    return shard._replace(recompute="none", recompute_keep=("linear",))
+    return shard._replace(recompute="none", recompute_keep=("linear",), region=1)
 
 
-def again(operators: Sequence[Operator], shard: Shard, spec: ModelSpec) -> list[Operator]:
-    """Operators whose forward runs again in backward: see parallel/recompute.py."""
+def _mixed(one: Block, other: Block, part: float) -> Block:
+    """What `part` of the first and the rest of the second come to, which differ in what is computed again alone."""
+    lines = {reason: part * time + (1 - part) * other.lines[reason] for reason, time in one.lines.items()}
+    return replace(one, recompute=part * one.recompute + (1 - part) * other.recompute, lines=lines)
+
+
+def again(operators: Sequence[Operator], shard: Shard, spec: ModelSpec, *, spared: bool = True) -> list[Operator]:
+    """Operators of a block whose forward runs again in backward: see parallel/recompute.py.
+
+    spared: whether it is the last of its region, behind whose last product nothing is saved.
+    """
     if shard.recompute == "none":
         return []
     keep = shard.kept
     found = [each for each in operators if each.word is None or each.word not in keep]
-    if "linear" not in keep and not spec.resid_dropout:
+    if spared and "linear" not in keep and not spec.resid_dropout:
         last = max(place for place, each in enumerate(found) if each.word == "linear")
-        found = found[:last]  # nothing is saved behind a region's last product, unless dropout saves its mask
+        found = found[:last]  # unless dropout saves its mask
     return found
 
 
-def _tensor_counts(shard: Shard, where: str, *, dropped: bool) -> tuple[int, int, int]:
+def _tensor_counts(shard: Shard, where: str, *, last: bool) -> tuple[int, int, int]:
     """Exposed collectives of a block or an end in forward, recompute and backward, of hidden states' size each.
 
-    dropped: a recompute makes the last sum too, for the mask behind it.
+    last: a recompute makes the last sum too.
     """
     if where == "embed":
         return (1, 0, 1) if shard.sp else (1, 0, 0)
     if where == "head":
         return (1, 0, 2) if shard.sp else (0, 0, 1)
     whole = shard.recompute != "none" and "linear" not in shard.kept
-    sums = whole * (1 + dropped)
+    sums = whole * (1 + last)
     return (4, sums + 2 * whole, 6) if shard.sp else (2, sums, 2)

@@ -104,8 +104,9 @@ class _Step:
     def __init__(self, run: RunSpec, layout: Layout, parts: Parts) -> None:
         self.run, self.layout, self.parts = run, layout, parts
         self.micros = micro_steps(run.batch.sequences, layout.data_ranks, run.batch.micro)
-        self.shard = Shard.of(layout, min(run.batch.micro, -(-run.batch.sequences // layout.data_ranks)))
         self.every = stages_of(run.model, layout, run.data.seq_len)
+        micro = min(run.batch.micro, -(-run.batch.sequences // layout.data_ranks))
+        self.shard = Shard.of(layout, micro, max(len(stage.blocks) for stage in self.every))
         self.block, (self.embedding, self.head) = parts.block(self.shard), parts.ends(self.shard)
         self.sent = [self._sent(stage) for stage in self.every]
         self.times = [self._times(stage, sent) for stage, sent in zip(self.every, self.sent, strict=True)]
