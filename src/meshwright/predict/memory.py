@@ -61,7 +61,7 @@ def memory(run: RunSpec, layout: Layout, rank: int, device: Device | None = None
     always = {
         **states(run, layout, rank),
         "buffers": buffers(run, layout, rank),
-        "inputs": 8 * sum(_inputs(run, layout, micro, cpu) for micro in micros_at_once(run, layout, rank, cpu=cpu)),
+        "inputs": 8 * sum(inputs(run, layout, micro, cpu) for micro in micros_at_once(run, layout, rank, cpu=cpu)),
     }
     host = {"checkpoint copy": checkpoint_copy(run, layout, rank)}
     if layout.offload == "activations":
@@ -69,7 +69,7 @@ def memory(run: RunSpec, layout: Layout, rank: int, device: Device | None = None
     return Memory(rank, sequences, always | fullest.lines, fullest.what, device, host)
 
 
-def _inputs(run: RunSpec, layout: Layout, micro: Micro, cpu: bool) -> int:
+def inputs(run: RunSpec, layout: Layout, micro: Micro, cpu: bool) -> int:
     """Numbers, int64: tokens and targets; where a context rank's part of them is. With packing the documents, and of a
     context rank's tokens the positions too; there the documents are those of whole sequences, on the host."""
     sequences, length = micro

@@ -1,0 +1,363 @@
+"""What the fullest rank of each layout of a grid holds, as arrays: the moments of predict/peak.py by broadcasting.
+
+Blocks are alike, so of a stage's only the last three can be where most is held: before them less is saved, and no more
+units are gathered or on their way. The same goes for ranks (places.py). Everything that a block's sizes need comes from
+the predictors of a single run (sizes.py, predict/params.py); what is said here is how moments add up, and tests hold
+that to predict/memory.py, byte for byte.
+
+Exact on accelerators but for what `spare` counts: an interleaved rank's other stages may differ by a block, and have
+sent a few messages more or less. On the CPU, whose buffers for sums are kept, it is the least that a rank holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.predict.memory import inputs
+from meshwright.predict.params import buffer_count, tensors, unit_counts
+from meshwright.predict.peak import loss_workspace, written_out
+from meshwright.predict.plan.places import Flying, Kind, Place, flying
+from meshwright.predict.plan.sizes import ALONE, Sizes, SizesOfBlocks
+from meshwright.predict.plan.space import Form, Grid, Mesh
+from meshwright.predict.states import DTYPE_BYTES, gradient_bytes, master_bytes, reduce_bytes
+from meshwright.spec.joining import joined
+from meshwright.spec.layout import JOIN, Layout
+from meshwright.spec.run import WIDENED, RunSpec
+
+Array = NDArray[np.float64]
+UNITS = ("block", "head", "embedding", "tied")
+MOMENTS = ("last block", "last but one", "last but two", "loss", "head", "final norm", "embedding")
+
+
+class Held(NamedTuple):
+    """Bytes that the fullest rank holds, of shape (pipelines, shardings, forms, micro-batches): so many at least, and
+    so many more at most."""
+
+    least: Array
+    spare: Array
+
+
+class MemoryOf:
+    """The memory of all layouts of one run, on accelerators or on the CPU."""
+
+    def __init__(self, run: RunSpec, *, cpu: bool) -> None:
+        self.run, self.cpu = run, cpu
+        self._sizes = SizesOfBlocks(run, cpu=cpu)
+        self._units: dict[int, Units] = {}
+        self._states: dict[tuple[int, tuple[Kind, ...], int, int], float] = {}
+
+    def of(self, grid: Grid, where: list[list[Place]]) -> Held:
+        """Of a grid's layouts. where: for each of its pipelines the places that may hold most."""
+        flat = [place for of_pipe in where for place in of_pipe]
+        starts = np.cumsum([0, *(len(of_pipe) for of_pipe in where[:-1])])
+        micros = np.array(grid.steps, float)
+        air = [flying(place, micros) for place in flat]
+        step = _Moments(self.run, self.units(grid.mesh.tp), grid, flat, self._sizes, cpu=self.cpu)
+        always = self._always(grid, flat)
+        fullest = always[:, :, None, None] + np.maximum(step.backward(air), step.update()[None, :, None, None])
+        fullest += step.inputs(air)[:, None]
+        spare = step.spare(air)
+        most = np.maximum.reduceat(fullest + spare[:, None], starts, axis=0)
+        least = np.maximum.reduceat(fullest, starts, axis=0)
+        return Held(least, most - least)
+
+    def units(self, tp: int) -> Units:
+        if tp not in self._units:
+            self._units[tp] = Units.of(self.run, tp)
+        return self._units[tp]
+
+    def _always(self, grid: Grid, flat: list[Place]) -> Array:
+        """States and tables, of shape (places, shardings)."""
+        model, seq = self.run.model, self.run.data.seq_len
+        table = buffer_count(model, seq) * max(DTYPE_BYTES[self.run.precision], 4)
+        cuts = cuts_of(grid)
+        return np.array(
+            [
+                [
+                    self.states(grid.mesh.tp, place.rank_stages, sharding.zero, cut) + len(place.rank_stages) * table
+                    for sharding, cut in zip(grid.shardings, cuts, strict=True)
+                ]
+                for place in flat
+            ]
+        )
+
+    def states(self, tp: int, stages: tuple[Kind, ...], zero: int, cut: int) -> float:
+        """Bytes of the states of a rank that has these stages: see predict/states.py."""
+        key = tp, stages, zero, cut
+        if key not in self._states:
+            parameter, master = DTYPE_BYTES[self.run.precision], master_bytes(self.run)
+            whole = sum(self.units(tp).padded(stage, cut, JOIN if zero < 2 else 0) for stage in stages)
+            shard = whole // cut
+            self._states[key] = (
+                (shard if zero == 3 else whole) * parameter
+                + (shard if zero >= 2 else whole) * gradient_bytes(self.run)
+                + (2 + (master != parameter)) * shard * master
+                + 4
+                + (len(stages) * parameter if zero == 3 else 0)
+            )
+        return self._states[key]
+
+
+def cuts_of(grid: Grid) -> list[int]:
+    """For each sharding the ranks that a unit is cut over."""
+    ranks = grid.mesh.dp * grid.mesh.cp
+    return [1 if each.zero == 0 else each.shard or ranks for each in grid.shardings]
+
+
+@dataclass(frozen=True)
+class Units:
+    """Elements that a tensor rank has of each of UNITS where ZeRO cuts nothing; 0 for what the model does not have.
+
+    Of a tied table both ends have all, and the head's unit is then the last norm alone.
+    """
+
+    block: int
+    head: int
+    embedding: int
+    tied: int
+
+    @classmethod
+    def of(cls, run: RunSpec, tp: int) -> Units:
+        counts = unit_counts(run.model, 0, Layout(dp=1, tp=tp), ALONE)
+        return cls(counts["blocks.0"], counts["head"], counts.get("embedding", 0), counts.get("tied", 0))
+
+    def listed(self, stage: Kind) -> list[tuple[str, int]]:
+        """Those of a stage in the order of forward, blocks one by one."""
+        names = order(stage, tied=self.tied > 0, embedding=self.embedding > 0)
+        return [(f"{name} {place}", getattr(self, name)) for place, name in enumerate(names)]
+
+    def padded(self, stage: Kind, cut: int, join: int) -> int:
+        """Elements of a stage's flat buffers, which `cut` divides."""
+        units = self.listed(stage)
+        if join and min(size for _, size in units) < join:
+            sizes = dict(units)
+            alone = {name for name in sizes if name.startswith("tied")}
+            together = (sum(sizes[name] for name in names) for names in joined(units, join, alone).values())
+        else:
+            together = (size for _, size in units)
+        return sum(-(-size // cut) * cut for size in together)
+
+    def each_padded(self, cuts: list[int]) -> Array:
+        """Each by itself, of shape (units, cuts)."""
+        return np.array([[-(-getattr(self, name) // cut) * cut for cut in cuts] for name in UNITS], float)
+
+
+def order(stage: Kind, *, tied: bool, embedding: bool) -> list[str]:
+    """The units of a stage in the order of forward."""
+    before = ["tied"] * (tied and (stage.first or stage.last)) + ["embedding"] * (embedding and stage.first)
+    return before + ["block"] * stage.blocks + ["head"] * stage.last
+
+
+class _Moments:
+    """The moments of a grid's places. Arrays have the axes (places, shardings, forms, micro-batches), or those of them
+    that matter."""
+
+    def __init__(
+        self, run: RunSpec, units: Units, grid: Grid, flat: list[Place], known: SizesOfBlocks, *, cpu: bool
+    ) -> None:
+        self.run, self.grid, self.flat, self.units, self.cpu = run, grid, flat, units, cpu
+        model, mesh = run.model, grid.mesh
+        self.sizes: Sizes = known.of(mesh, grid.forms, grid.micros)
+        self.size = DTYPE_BYTES[run.precision]
+        self.cuts = cuts_of(grid)
+        self.zero = np.array([sharding.zero for sharding in grid.shardings])
+        sequences = np.array(grid.micros, float)
+        seq, self.sp = run.data.seq_len, np.array([[form.sp] for form in grid.forms])
+        self.tokens = sequences * (seq // mesh.cp)
+        self.whole = self.tokens * model.hidden * self.size
+        self.hidden = np.where(self.sp, self.whole // mesh.tp, self.whole)
+        scattered = (1 + (sequences > 1)) * self.whole + self.hidden
+        self.scattered = np.where(self.sp, scattered, 0.0)
+        self.width = model.ffn_width // mesh.tp
+        self.ffn = self.tokens * self.width * self.size
+        heads, kv_heads = model.heads // mesh.tp, -(-model.num_kv_heads // mesh.tp)
+        self.qkv = (heads + 2 * kv_heads) * model.head_width
+        self.heads = self.tokens * self.qkv * self.size
+        self.scores = np.zeros_like(sequences)
+        if written_out(run, cpu=cpu):
+            wide = self.size if run.attention == "explicit" else max(self.size, 4)
+            self.scores = sequences * heads * float(seq) ** 2 * wide
+        self.words = -(-model.vocab // mesh.tp)
+        self.table = float(self.words * model.hidden * self.size)
+        self.first, self.last = (np.array([getattr(p.stage, end) for p in flat]) for end in ("first", "last"))
+        self.blocks = np.array([place.stage.blocks for place in flat], float)
+        self.tied_whole = np.array([place.stage.whole and units.tied > 0 for place in flat])
+
+    # -- all together -----------------------------------------------------------------------------------------------
+
+    def backward(self, air: list[Flying]) -> Array:
+        """The fullest moment of backward."""
+        on_way = self._on_way()
+        beside = self._beside(air)
+        fullest = None
+        for name, here in self._activations().items():
+            held = (here + beside)[:, None] + on_way[name]
+            fullest = held if fullest is None else np.maximum(fullest, held, out=fullest)
+        assert fullest is not None
+        return fullest
+
+    def _activations(self) -> dict[str, Array]:
+        """By moment, what is there of one micro-batch beside gathered units and reductions: (places, forms, micros)."""
+        s, shape = self.sizes, (len(self.flat), 1, 1)
+        blocks, first, last, tied = (each.reshape(shape) for each in (self.blocks, self.first, self.last, self.tied_whole))
+        before = np.where(first, s.embedding, 0.0)
+        waits = np.where(tied, self.table, 0.0)
+        inner, leading = self._block(0.0), self._block(s.saved_shared)
+        found = {}
+        for back, name in enumerate(MOMENTS[:3], 1):
+            at = blocks - back
+            within = np.where(at > 0, inner + s.kept_shared + at * s.kept, leading)
+            found[name] = np.where(at >= 0, before + within + waits, -np.inf)
+        behind = before + blocks * s.kept + s.kept_shared
+        found["loss"] = np.where(last, behind + s.logits + s.loss + self._loss(), -np.inf)
+        logits = self.tokens * self.words * self.size + self.table + self.whole + self.scattered
+        full = self.run.loss == "full"
+        found["head"] = np.where(last, behind + s.logits + logits, -np.inf) if full else found["loss"]
+        norm = self.hidden
+        if self.run.model.family == "llama":
+            norm = 4 * self.hidden // self.size * max(self.size, 4)
+        found["final norm"] = np.where(last, behind + s.norm + self.hidden + norm + waits, -np.inf)
+        found["embedding"] = np.where(first, self._embedding() + waits, -np.inf)
+        return found
+
+    def _block(self, shared: Array | float) -> Array:
+        """The fullest moment of a block's backward, over what is there when backward has left it.
+
+        shared: of what all blocks share, what this one saves for all."""
+        s, d, model = self.sizes, self.run.model.hidden, self.run.model
+        factors = 2 if model.family == "llama" else 1
+        end, whole = s.saved + shared, np.where(self.sp, self.whole, 0.0)
+        moments = [
+            end + d * self.width * self.size + self.hidden + self.ffn + whole,
+            end - self.ffn + self.hidden + (1 + factors) * self.ffn,
+            s.attention + shared + self.hidden + self.whole + self.heads + s.passing + 2 * self.scores,
+        ]
+        if self.grid.mesh.tp > 1:
+            beside = 2 * self.hidden + self.whole + self.scattered
+            moments.append(s.mlp + shared + d * factors * self.width * self.size + factors * self.ffn + beside)
+            moments.append(s.qkv + d * self.qkv * self.size + self.heads + beside)
+        return np.maximum.reduce(np.broadcast_arrays(*moments))
+
+    def _loss(self) -> Array:
+        found = (
+            loss_workspace(
+                self.run.model, tokens=int(tokens), dtype_bytes=self.size, loss=self.run.loss, tp=self.grid.mesh.tp
+            )
+            for tokens in self.tokens
+        )
+        return np.array([float(sum(each.values())) for each in found])
+
+    def _embedding(self) -> Array:
+        tp = self.grid.mesh.tp
+        held = tensors(self.run.model, Layout(dp=1, tp=tp), ALONE)
+        table = max(tensor.local_numel for tensor in held if tensor.tied or tensor.lookup)
+        return table * self.size + (2 * self.whole + 0 * self.hidden if tp > 1 else self.hidden)
+
+    def update(self) -> Array:
+        """The part of the gradients that the optimizer widens, by sharding."""
+        master = master_bytes(self.run)
+        if gradient_bytes(self.run) >= master:
+            return np.zeros(len(self.cuts))
+        largest = self.units.each_padded(self.cuts).max(axis=0)
+        return np.minimum(largest // self.cuts, WIDENED) * master
+
+    # -- beside one micro-batch's activations -----------------------------------------------------------------------
+
+    def _kept(self) -> Array:
+        """What a micro-batch keeps on each place: (places, forms, micros)."""
+        s, shape = self.sizes, (len(self.flat), 1, 1)
+        blocks, first, last = (each.reshape(shape) for each in (self.blocks, self.first, self.last))
+        ends = np.where(first, s.embedding, 0.0) + np.where(last, s.logits + s.loss, 0.0)
+        return blocks * s.kept + s.kept_shared + ends
+
+    def _beside(self, air: list[Flying]) -> Array:
+        """Other micro-batches in flight, and messages; of an interleaved rank's stages the shortest counts."""
+        others, messages = (np.array([getattr(a, of) for a in air])[:, None] for of in ("others", "messages"))
+        fewest = np.array([min(kind.blocks for kind in place.rank_stages) for place in self.flat], float)
+        several = np.array([len(place.rank_stages) > 1 for place in self.flat])[:, None, None]
+        short = fewest[:, None, None] * self.sizes.kept + self.sizes.kept_shared
+        return others * np.where(several, short, self._kept()) + messages * self.hidden
+
+    def spare(self, air: list[Flying]) -> Array:
+        """What more there may be: (places, forms, micros)."""
+        others, messages = (np.array([getattr(a, of) for a in air])[:, None] for of in ("others", "spare"))
+        rows = [[kind.blocks for kind in place.rank_stages] for place in self.flat]
+        unlike = np.array([max(row) - min(row) for row in rows], float)[:, None, None]
+        first = np.array([len(p.rank_stages) > 1 and p.rank_stages[0].first for p in self.flat])[:, None, None]
+        found = others * (unlike * self.sizes.kept + np.where(first, self.sizes.embedding, 0.0))
+        found += messages * (self.hidden + self._inputs())
+        if self.cpu or (written_out(self.run, cpu=self.cpu) and any(f.recompute == "selective" for f in self.grid.forms)):
+            return found + np.inf
+        return found + 3 * self._narrow()
+
+    def _narrow(self) -> float:
+        """Copies in the dtype of a reduction at ZeRO 0 and 1, of units that may be joined: so much each at most."""
+        if reduce_bytes(self.run) == gradient_bytes(self.run):
+            return 0.0
+        units = self.units
+        return float((JOIN + sum(getattr(units, name) for name in UNITS)) * 2 * reduce_bytes(self.run))
+
+    def _inputs(self) -> Array:
+        mesh = self.grid.mesh
+        layout = Layout(dp=1, cp=mesh.cp)
+        seq = self.run.data.seq_len
+        return 8.0 * np.array([inputs(self.run, layout, (micro, seq), self.cpu) for micro in self.grid.micros])
+
+    def inputs(self, air: list[Flying]) -> Array:
+        """Tokens and what goes with them: (places, forms, micros)."""
+        return np.array([a.begun for a in air])[:, None] * self._inputs()
+
+    # -- gathered units and reductions ------------------------------------------------------------------------------
+
+    def _on_way(self) -> dict[str, Array]:
+        """By moment, bytes of gathered units and of gradients that are reduced: (places, shardings, 1, micros)."""
+        padded = self.units.each_padded(self.cuts)
+        several = (np.array(self.grid.steps) > 1).astype(float)
+        third, second = self.zero == 3, self.zero >= 2
+        counts = [self._counts(place) for place in self.flat]
+        found = {}
+        for name in MOMENTS:
+            gathered, reduced, again = (
+                np.array([count[name][which] for count in counts]) @ padded for which in range(3)
+            )
+            steady = gathered * third * self.size + reduced * second * reduce_bytes(self.run)
+            last = again * second * reduce_bytes(self.run)
+            found[name] = (steady[:, :, None] + last[:, :, None] * several)[:, :, None, :]
+        return found
+
+    def _counts(self, place: Place) -> dict[str, tuple[list[int], list[int], list[int]]]:
+        """By moment, how many of each of UNITS are gathered, are reduced, and are still reduced from the micro-batch
+        before: see `peak._Step`."""
+        stage, tied = place.stage, self.units.tied > 0
+        names = order(stage, tied=tied, embedding=self.units.embedding > 0)
+        start, last = names.index("block"), len(names) - 1
+        elsewhere = [unit for other in place.others for unit in order(other, tied=tied, embedding=self.units.embedding > 0)[:2]]
+        always = ["tied"] if tied and stage.whole else []
+        waiting = ["tied"] if tied and stage.last and not stage.whole else []
+
+        def near(at: int) -> list[str]:
+            units = names[max(at - 1, 0) : at + 1]
+            return always + [unit for unit in units if unit not in ("tied", "embedding")]
+
+        def on_way(at: int) -> list[str]:
+            return names[at : at + 3]
+
+        found = {}
+        for back, name in enumerate(MOMENTS[:3], 1):
+            at = max(last - stage.last - back + 1, start)
+            found[name] = near(at), on_way(at) + waiting, elsewhere
+        of_head = waiting or near(last)
+        full = self.run.loss == "full"
+        here = always + ["head"] if stage.whole else of_head if full else [*waiting, "head"]
+        found["loss"] = here, [], elsewhere + names[:2]
+        found["head"] = (of_head, names[last:], elsewhere) if full else found["loss"]
+        found["final norm"] = near(last), names[last:] + waiting, elsewhere
+        found["embedding"] = near(0), on_way(0) + waiting, elsewhere
+        return {
+            name: tuple([units.count(unit) for unit in UNITS] for units in lists)  # type: ignore[misc]
+            for name, lists in found.items()
+        }
