@@ -49,6 +49,7 @@ class MemoryOf:
         self._sizes = SizesOfBlocks(run, cpu=cpu)
         self._units: dict[int, Units] = {}
         self._states: dict[tuple[int, tuple[Kind, ...], int, int], float] = {}
+        self._beside: dict[Place, dict[str, Beside]] = {}
 
     def of(self, grid: Grid, where: list[list[Place]]) -> Held:
         """Of a grid's layouts. where: for each of its pipelines the places that may hold most."""
@@ -56,7 +57,8 @@ class MemoryOf:
         starts = np.cumsum([0, *(len(of_pipe) for of_pipe in where[:-1])])
         micros = np.array(grid.steps, float)
         air = [flying(place, micros) for place in flat]
-        step = _Moments(self.run, self.units(grid.mesh.tp), grid, flat, self._sizes, cpu=self.cpu)
+        beside = [self._units_beside(place) for place in flat]
+        step = _Moments(self.run, self.units(grid.mesh.tp), grid, flat, beside, self._sizes, cpu=self.cpu)
         always = self._always(grid, flat)
         fullest = always[:, :, None, None] + np.maximum(step.backward(air), step.update()[None, :, None, None])
         fullest += step.inputs(air)[:, None]
@@ -69,6 +71,13 @@ class MemoryOf:
         if tp not in self._units:
             self._units[tp] = Units.of(self.run, tp)
         return self._units[tp]
+
+    def _units_beside(self, place: Place) -> dict[str, Beside]:
+        if place not in self._beside:
+            units = self.units(1)
+            chunked = self.run.loss == "chunked"
+            self._beside[place] = units_beside(place, units.tied > 0, units.embedding > 0, chunked=chunked)
+        return self._beside[place]
 
     def _always(self, grid: Grid, flat: list[Place]) -> Array:
         """States and tables, of shape (places, shardings)."""
@@ -119,11 +128,15 @@ class Units:
     head: int
     embedding: int
     tied: int
+    table: int
+    """Of the largest table that words or positions are looked up in."""
 
     @classmethod
     def of(cls, run: RunSpec, tp: int) -> Units:
-        counts = unit_counts(run.model, 0, Layout(dp=1, tp=tp), ALONE)
-        return cls(counts["blocks.0"], counts["head"], counts.get("embedding", 0), counts.get("tied", 0))
+        layout = Layout(dp=1, tp=tp)
+        counts = unit_counts(run.model, 0, layout, ALONE)
+        tables = (t.local_numel for t in tensors(run.model, layout, ALONE) if t.tied or t.lookup)
+        return cls(counts["blocks.0"], counts["head"], counts.get("embedding", 0), counts.get("tied", 0), max(tables))
 
     def listed(self, stage: Kind) -> list[tuple[str, int]]:
         """Those of a stage in the order of forward, blocks one by one."""
@@ -157,9 +170,18 @@ class _Moments:
     that matter."""
 
     def __init__(
-        self, run: RunSpec, units: Units, grid: Grid, flat: list[Place], known: SizesOfBlocks, *, cpu: bool
+        self,
+        run: RunSpec,
+        units: Units,
+        grid: Grid,
+        flat: list[Place],
+        beside: list[dict[str, Beside]],
+        known: SizesOfBlocks,
+        *,
+        cpu: bool,
     ) -> None:
         self.run, self.grid, self.flat, self.units, self.cpu = run, grid, flat, units, cpu
+        self.units_beside = beside
         model, mesh = run.model, grid.mesh
         self.sizes: Sizes = known.of(mesh, grid.forms, grid.micros)
         self.size = DTYPE_BYTES[run.precision]
@@ -216,7 +238,7 @@ class _Moments:
         found["loss"] = np.where(last, behind + s.logits + s.loss + self._loss(), -np.inf)
         logits = self.tokens * self.words * self.size + self.table + self.whole + self.scattered
         full = self.run.loss == "full"
-        found["head"] = np.where(last, behind + s.logits + logits, -np.inf) if full else found["loss"]
+        found["head"] = np.where(last & full, behind + s.logits + logits, -np.inf)
         norm = self.hidden
         if self.run.model.family == "llama":
             norm = 4 * self.hidden // self.size * max(self.size, 4)
@@ -252,10 +274,8 @@ class _Moments:
         return np.array([float(sum(each.values())) for each in found])
 
     def _embedding(self) -> Array:
-        tp = self.grid.mesh.tp
-        held = tensors(self.run.model, Layout(dp=1, tp=tp), ALONE)
-        table = max(tensor.local_numel for tensor in held if tensor.tied or tensor.lookup)
-        return table * self.size + (2 * self.whole + 0 * self.hidden if tp > 1 else self.hidden)
+        passing = np.broadcast_to(2 * self.whole, self.hidden.shape) if self.grid.mesh.tp > 1 else self.hidden
+        return float(self.units.table * self.size) + passing
 
     def update(self) -> Array:
         """The part of the gradients that the optimizer widens, by sharding."""
@@ -284,12 +304,14 @@ class _Moments:
 
     def spare(self, air: list[Flying]) -> Array:
         """What more there may be: (places, forms, micros)."""
-        others, messages = (np.array([getattr(a, of) for a in air])[:, None] for of in ("others", "spare"))
+        others, messages, begun = (
+            np.array([getattr(each, of) for each in air])[:, None] for of in ("others", "spare", "spare_begun")
+        )
         rows = [[kind.blocks for kind in place.rank_stages] for place in self.flat]
         unlike = np.array([max(row) - min(row) for row in rows], float)[:, None, None]
         first = np.array([len(p.rank_stages) > 1 and p.rank_stages[0].first for p in self.flat])[:, None, None]
         found = others * (unlike * self.sizes.kept + np.where(first, self.sizes.embedding, 0.0))
-        found += messages * (self.hidden + self._inputs())
+        found += messages * self.hidden + begun * self._inputs()
         if self.cpu or (written_out(self.run, cpu=self.cpu) and any(f.recompute == "selective" for f in self.grid.forms)):
             return found + np.inf
         return found + 3 * self._narrow()
@@ -318,46 +340,50 @@ class _Moments:
         padded = self.units.each_padded(self.cuts)
         several = (np.array(self.grid.steps) > 1).astype(float)
         third, second = self.zero == 3, self.zero >= 2
-        counts = [self._counts(place) for place in self.flat]
         found = {}
         for name in MOMENTS:
             gathered, reduced, again = (
-                np.array([count[name][which] for count in counts]) @ padded for which in range(3)
+                np.array(counts) @ padded for counts in zip(*(each[name] for each in self.units_beside), strict=True)
             )
             steady = gathered * third * self.size + reduced * second * reduce_bytes(self.run)
             last = again * second * reduce_bytes(self.run)
             found[name] = (steady[:, :, None] + last[:, :, None] * several)[:, :, None, :]
         return found
 
-    def _counts(self, place: Place) -> dict[str, tuple[list[int], list[int], list[int]]]:
-        """By moment, how many of each of UNITS are gathered, are reduced, and are still reduced from the micro-batch
-        before: see `peak._Step`."""
-        stage, tied = place.stage, self.units.tied > 0
-        names = order(stage, tied=tied, embedding=self.units.embedding > 0)
-        start, last = names.index("block"), len(names) - 1
-        elsewhere = [unit for other in place.others for unit in order(other, tied=tied, embedding=self.units.embedding > 0)[:2]]
-        always = ["tied"] if tied and stage.whole else []
-        waiting = ["tied"] if tied and stage.last and not stage.whole else []
 
-        def near(at: int) -> list[str]:
-            units = names[max(at - 1, 0) : at + 1]
-            return always + [unit for unit in units if unit not in ("tied", "embedding")]
+class Beside(NamedTuple):
+    """How many of each of UNITS are gathered at a moment, are reduced, and are still reduced from the micro-batch
+    before."""
 
-        def on_way(at: int) -> list[str]:
-            return names[at : at + 3]
+    gathered: list[int]
+    reduced: list[int]
+    again: list[int]
 
-        found = {}
-        for back, name in enumerate(MOMENTS[:3], 1):
-            at = max(last - stage.last - back + 1, start)
-            found[name] = near(at), on_way(at) + waiting, elsewhere
-        of_head = waiting or near(last)
-        full = self.run.loss == "full"
-        here = always + ["head"] if stage.whole else of_head if full else [*waiting, "head"]
-        found["loss"] = here, [], elsewhere + names[:2]
-        found["head"] = (of_head, names[last:], elsewhere) if full else found["loss"]
-        found["final norm"] = near(last), names[last:] + waiting, elsewhere
-        found["embedding"] = near(0), on_way(0) + waiting, elsewhere
-        return {
-            name: tuple([units.count(unit) for unit in UNITS] for units in lists)  # type: ignore[misc]
-            for name, lists in found.items()
-        }
+
+def units_beside(place: Place, tied: bool, embedding: bool, *, chunked: bool) -> dict[str, Beside]:
+    """By moment, on a model with a tied table and with another: see `peak._Step`. chunked: the loss."""
+    stage = place.stage
+    names = order(stage, tied=tied, embedding=embedding)
+    start, last = names.index("block"), len(names) - 1
+    elsewhere = [unit for other in place.others for unit in order(other, tied=tied, embedding=embedding)[:2]]
+    always = ["tied"] if tied and stage.whole else []
+    waiting = ["tied"] if tied and stage.last and not stage.whole else []
+
+    def near(at: int) -> list[str]:
+        units = names[max(at - 1, 0) : at + 1]
+        return always + [unit for unit in units if unit not in ("tied", "embedding")]
+
+    def on_way(at: int) -> list[str]:
+        return names[at : at + 3] + waiting
+
+    found: dict[str, tuple[list[str], list[str], list[str]]] = {}
+    for back, name in enumerate(MOMENTS[:3], 1):
+        at = max(last - stage.last - back + 1, start)
+        found[name] = near(at), on_way(at), elsewhere
+    of_head = waiting or near(last)
+    here = [*always, "head"] if stage.whole else [*waiting, "head"] if chunked else of_head
+    found["loss"] = here, [], elsewhere + names[:2]
+    found["head"] = of_head, names[last:], elsewhere
+    found["final norm"] = near(last), on_way(last), elsewhere
+    found["embedding"] = near(0), on_way(0), elsewhere
+    return {name: Beside(*([units.count(unit) for unit in UNITS] for units in lists)) for name, lists in found.items()}

@@ -68,24 +68,25 @@ class Flying(NamedTuple):
     """What is in flight beside a backward on a place where that is most, by the number of micro-batches of a step.
 
     others: micro-batches, one that is on two stages counted twice. messages, spare: hidden states that are received
-    and not used or sent and not let go: so many at least, and so many more at most. begun: micro-batches whose tokens
-    are there, at least.
+    and not used or sent and not let go: so many at least, and so many more at most. begun, spare_begun: the same of
+    micro-batches whose tokens are there.
     """
 
     others: Array
     messages: Array
     spare: Array
     begun: Array
+    spare_begun: Array
 
 
 def flying(place: Place, micros: Array) -> Flying:
     """That on `place` of steps of so many micro-batches each."""
     none = np.zeros_like(micros)
     if place.pp == 1:
-        return Flying(none, none, none, none + 1)
+        return Flying(none, none, none, none + 1, none)
     some, two = np.minimum(micros - 1, 1), np.minimum(micros, 2)
     if place.pipe.schedule == "gpipe":
-        return Flying(micros - 1, none if place.stage.last else some + two, none, micros)
+        return Flying(micros - 1, none if place.stage.last else some + two, none, micros, none)
     if place.pipe.schedule == "1f1b":
         width = np.minimum(micros, place.pp - place.rank)
         if place.stage.last:
@@ -93,16 +94,25 @@ def flying(place: Place, micros: Array) -> Flying:
         else:
             returned = none if place.stage.first else np.minimum(micros - width, 2)
             messages = some + two + returned
-        return Flying(width - 1, messages, none, width)
+        return Flying(width - 1, messages, none, width, none)
     return _interleaved(place, micros)
 
 
 def _interleaved(place: Place, micros: Array) -> Flying:
-    """See schedule/interleaved.py. The first backward of a chunk comes behind those of a group on each later chunk."""
+    """See schedule/interleaved.py: the first backward of a chunk comes behind those of a group on each later chunk, and
+    the last while most are in flight behind so many more.
+
+    By two rounds of groups two messages each way of every stage have been sent; before, what has been at the chunk's
+    first backward is the least.
+    """
     chunks, pp = place.pipe.chunks, place.pp
     group = np.ceil(micros / np.maximum(micros // pp, 1))
     ahead = 2 * (pp - place.rank - 1) + (chunks - 1) * group
     before = (chunks - 1 - place.chunk) * group
     others = np.minimum(chunks * micros - before, ahead + 1) - 1
-    none = np.zeros_like(micros)
-    return Flying(others, none, none + 4 * chunks + 1, np.ceil((others + 1) / chunks))
+    ways = sum((not stage.last) + (not stage.first) for stage in place.rank_stages)
+    most = 1 + 2.0 * ways
+    steady = chunks * micros - ahead - 1 >= 2 * chunks * group
+    least = np.where(steady, most, 0.0)
+    begun = np.ceil((others + 1) / chunks)
+    return Flying(others, least, most - least, begun, np.minimum(micros, others + 1) - begun)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -109,7 +110,7 @@ class Grid:
         pipes, shardings, forms, micros = self.shape
         return pipes * shardings * forms * micros
 
-    @property
+    @cached_property
     def steps(self) -> tuple[int, ...]:
         """For each size of micro-batch how many a data rank goes through in a step."""
         return tuple(micro_steps(self.sequences, self.mesh.dp, micro) for micro in self.micros)

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.predict.cost.parts import Parts, Shard
-from meshwright.predict.cost.stage import sent, times
+from meshwright.predict.cost.stage import Sent, publish, sent, times
 from meshwright.predict.plan.memory import cuts_of
 from meshwright.predict.plan.places import Kind
 from meshwright.predict.plan.space import Grid, Mesh, Pipe
@@ -37,15 +37,15 @@ Columns = Sequence[tuple[int, int]]
 
 
 class StageTimes(NamedTuple):
-    """Seconds by kind of stage, sharding and column: of a micro-batch's passes, of what is left to reduce, and of the
-    step; and by column of a message between stages. whole_step: what all ranks add to the step, by sharding."""
+    """Seconds by kind of stage, sharding and column: of a micro-batch's passes, and of what is left to reduce; of a
+    message between stages, by column; and of the step on the rank where it takes longest, by pipeline, sharding and
+    column."""
 
     forward: Array
     backward: Array
     tail: Array
-    step: Array
     send: Array
-    whole_step: Array
+    step: Array
 
 
 class Pipeline(NamedTuple):
@@ -54,6 +54,11 @@ class Pipeline(NamedTuple):
     pipe: Pipe
     ranks: int
     kinds: tuple[int, ...]
+
+    @property
+    def by_rank(self) -> list[tuple[int, ...]]:
+        """The kinds that each rank has: stages are dealt out in turn."""
+        return [self.kinds[rank :: self.ranks] for rank in range(self.ranks)]
 
 
 def pipelines(grid: Grid, stages: Sequence[Sequence[Stage]]) -> tuple[list[Kind], list[Pipeline]]:
@@ -83,43 +88,64 @@ class TimesOf:
     def __init__(self, run: RunSpec, parts: Parts) -> None:
         self.run, self.parts = run, parts
 
-    def of(self, grid: Grid, kinds: Sequence[Kind], columns: Columns) -> StageTimes:
-        """Those of a grid's columns on these kinds of stages."""
-        run, parts, mesh = self.run, self.parts, grid.mesh
+    def of(self, grid: Grid, kinds: Sequence[Kind], lines: Sequence[Pipeline], columns: Columns) -> StageTimes:
+        """Those of a grid's columns, on pipelines of stages of these kinds."""
+        parts, mesh = self.parts, grid.mesh
         shards = [shard_of(grid, column) for column in columns]
-        blocks, ends = [parts.block(shard) for shard in shards], [parts.ends(shard) for shard in shards]
-        pieces = [blocks, [each[0] for each in ends], [each[1] for each in ends]]
-        shape = (len(kinds), 1, 1)
-        counts = [np.array([getattr(kind, of) for kind in kinds], float).reshape(shape) for of in Kind._fields]
-        forward, backward = (
-            sum(count * np.array([getattr(each, way) + (way == "backward") * each.recompute for each in piece])
-                for count, piece in zip(counts, pieces, strict=True))
-            for way in ("forward", "backward")
-        )  # fmt: skip
-        number, first, last = counts
+        forward, backward = self._computing(kinds, shards)
+        number, first, last = _counts(kinds)
         before, inside, after = parts.parameters(mesh.tp)
-        tied_whole = first * last * run.model.is_tied
+        tied_whole = first * last * self.run.model.is_tied
         elements = inside * number + before * first + after * last * (1 - tied_whole)
         zero = np.array([each.zero for each in grid.shardings]).reshape(1, -1, 1)
         cut = np.array(cuts_of(grid)).reshape(1, -1, 1)
         units = number + first + last
         units = np.where(zero < 2, np.maximum(np.minimum(units, elements // JOIN), 1), units)
-        far = strides(mesh)
-        stride = min(far[axis] for axis in STATE_AXES if getattr(mesh, axis) > 1 or axis == "dp")
+        stride = min(strides(mesh)[axis] for axis in STATE_AXES)
         going = sent(
-            parts, elements, units, ranks=mesh.dp * mesh.cp, cut=cut, zero=zero, reduce_bytes=reduce_bytes(run),
+            parts, elements, units, ranks=mesh.dp * mesh.cp, cut=cut, zero=zero, reduce_bytes=reduce_bytes(self.run),
             stride=stride,
         )  # fmt: skip
-        found = times(
-            forward, backward, parts.optimizer(elements / cut), going, zero=zero, by_step=False,
-            constants=parts.constants,
-        )  # fmt: skip
-        full = np.broadcast_shapes(shape, zero.shape, (1, 1, len(columns)))
-        ahead, back, tail, step = (np.broadcast_to(each, full) for each in (found.forward, found.backward, found.tail, found.step))
+        found = times(forward, backward, going, zero=zero, by_step=False, constants=parts.constants)
+        full = len(kinds), zero.size, len(columns)
+        ahead, back, tail = (np.broadcast_to(each, full) for each in (found.forward, found.backward, found.tail))
+        step = self._step(grid, lines, ahead, elements, cut, zero, going)
         message = self._message(grid, shards)
         if not parts.constants.overlap_message:
             ahead, back, message = ahead + message * (1 - last), back + message * (1 - first), 0 * message
-        return StageTimes(ahead, back, tail, step, message, self._whole_step(grid, cut))
+        return StageTimes(ahead, back, tail, message, step)
+
+    def _computing(self, kinds: Sequence[Kind], shards: Sequence[Shard]) -> tuple[Array, Array]:
+        """Seconds of forward and backward, by kind and column, with an axis for shardings between them."""
+        blocks, ends = [self.parts.block(shard) for shard in shards], [self.parts.ends(shard) for shard in shards]
+        pieces = blocks, [each[0] for each in ends], [each[1] for each in ends]
+        forward = backward = np.zeros((len(kinds), 1, len(shards)))
+        for count, piece in zip(_counts(kinds), pieces, strict=True):
+            forward = forward + count * np.array([each.forward for each in piece])
+            backward = backward + count * np.array([each.backward + each.recompute for each in piece])
+        return forward, backward
+
+    def _step(
+        self,
+        grid: Grid,
+        lines: Sequence[Pipeline],
+        forward: Array,
+        elements: Array,
+        cut: Array,
+        zero: Array,
+        going: Sent,
+    ) -> Array:
+        """A rank updates all its stages at once."""
+        parts = self.parts
+        together = list(dict.fromkeys(rank for line in lines for rank in line.by_rank))
+        counts = np.array([np.bincount(rank, minlength=len(forward)) for rank in together], float)
+        of_rank = [np.tensordot(counts, np.broadcast_to(each, (len(forward), *each.shape[1:])), 1) for each in going]
+        waits = publish(
+            np.tensordot(counts, forward, 1), Sent(*of_rank), zero=zero, by_step=False, constants=parts.constants
+        )
+        took = parts.optimizer(np.tensordot(counts, elements, 1) / cut) + waits
+        slowest = [took[[together.index(rank) for rank in line.by_rank]].max(axis=0) for line in lines]
+        return np.array(slowest) + self._sums(grid, cut)
 
     def _message(self, grid: Grid, shards: Sequence[Shard]) -> Array:
         """Of a message between stages, by column."""
@@ -135,15 +161,21 @@ class TimesOf:
             found = found + np.where(sp, 0.0, parts.collective("all_gather", hidden, mesh.tp, far["tp"]))
         return found
 
-    def _whole_step(self, grid: Grid, cut: NDArray[np.int64]) -> Array:
+    def _sums(self, grid: Grid, cut: Array) -> Array:
+        """Once a step over all ranks, of the norm and of the metrics, and over a pipeline's ends."""
         mesh, parts = grid.mesh, self.parts
         world = mesh.tp * mesh.cp * mesh.dp * mesh.pp
-        found = 2 * float(parts.collective("all_reduce", 8, world, 1)) + np.zeros(cut.size)
+        found = 2 * float(parts.collective("all_reduce", 8, world, 1)) + np.zeros(cut.shape)
         if mesh.pp > 1 and self.run.model.is_tied:
-            elements = -(-self.run.model.vocab // mesh.tp) * self.run.model.hidden / cut.ravel()
+            elements = -(-self.run.model.vocab // mesh.tp) * self.run.model.hidden / cut
             far = strides(mesh)["pp"] * (mesh.pp - 1)
             found = found + parts.collective("all_reduce", elements * gradient_bytes(self.run), 2, far)
         return found
+
+
+def _counts(kinds: Sequence[Kind]) -> list[Array]:
+    """Blocks, embeddings and heads of each kind."""
+    return [np.array([getattr(kind, of) for kind in kinds], float).reshape(-1, 1, 1) for of in Kind._fields]
 
 
 def shard_of(grid: Grid, column: tuple[int, int]) -> Shard:
@@ -178,7 +210,7 @@ def bounds(stage: StageTimes, lines: Sequence[Pipeline], micros: Array) -> Array
     both = stage.forward + stage.backward
     if lines[0].ranks == 1:
         (kind,) = lines[0].kinds
-        return (micros * both[kind] + stage.tail[kind] + stage.step[kind] + stage.whole_step[:, None])[None]
+        return (micros * both[kind] + stage.tail[kind] + stage.step[0])[None]
     paths = _paths(lines, len(both))
     flat = both.reshape(len(both), -1)
     once, often, trip = (
@@ -196,7 +228,7 @@ def bounds(stage: StageTimes, lines: Sequence[Pipeline], micros: Array) -> Array
         if line.pipe.schedule == "gpipe":
             least[place] = np.maximum(least[place], _phases(stage, line, micros))
     first = [line.kinds[0] for line in lines]
-    return least + stage.tail[first] + _steps(stage, lines)
+    return least + stage.tail[first] + stage.step
 
 
 def _phases(stage: StageTimes, line: Pipeline, micros: Array) -> Array:
@@ -205,15 +237,6 @@ def _phases(stage: StageTimes, line: Pipeline, micros: Array) -> Array:
     for each in (stage.forward, stage.backward):
         found = found + np.tensordot(kinds, each, 1) + (micros - 1) * each[kinds > 0].max(axis=0)
     return found
-
-
-def _steps(stage: StageTimes, lines: Sequence[Pipeline]) -> Array:
-    """Of the rank whose update takes longest."""
-    found = []
-    for line in lines:
-        ranks = {line.kinds[rank :: line.ranks] for rank in range(line.ranks)}
-        found.append(np.max([stage.step[list(mine)].sum(axis=0) for mine in ranks], axis=0))
-    return np.array(found) + stage.whole_step[:, None]
 
 
 def _paths(lines: Sequence[Pipeline], kinds: int) -> _Paths:
@@ -230,7 +253,7 @@ def _rows(line: Pipeline, kinds: int) -> list[tuple[Array, Array, int, Array, in
     def count(stages: Sequence[int]) -> Array:
         return np.bincount(np.array(stages, int), minlength=kinds).astype(float)
 
-    ranks = [each[rank :: line.ranks] for rank in range(line.ranks)]
+    ranks = line.by_rank
     ends = _run_ends(ranks)
     found = [(count(each[:rank]), count(ranks[rank]), rank, none, 0, 0) for rank in ends]
     if line.pipe.chunks > 1:

@@ -37,7 +37,8 @@ class Order:
 
 
 def length(order: Order, forward: Floats, backward: Floats, send: Floats, reduce: Floats, step: Floats) -> Floats:
-    """Seconds of a step of each layout; arrays of shape (layouts, stages), as `simulate` takes them."""
+    """Seconds of a step of each layout; arrays of shape (layouts, stages), as `simulate` takes them. step: of shape
+    (layouts,), of the rank where it takes longest, since all begin it together."""
     layouts, (ranks, actions) = len(forward), order.stage.shape
     took = np.where(order.forward, forward[:, order.stage], backward[:, order.stage]).reshape(layouts, -1)
     # A place behind all others stands for what is there from the beginning.
@@ -55,7 +56,7 @@ def length(order: Order, forward: Floats, backward: Floats, send: Floats, reduce
         message = np.where(comes[wave], message, 0.0)
         arrived[:, wave] = message
         ends[:, wave] = np.maximum(start, message) + took[:, wave]
-    return _reduced(order, ends[:, :zero].reshape(layouts, ranks, actions), reduce, ranks) + step[:, :ranks].max(axis=1)
+    return _reduced(order, ends[:, :zero].reshape(layouts, ranks, actions), reduce, ranks) + step
 
 
 def _reduced(order: Order, ends: Floats, reduce: Floats, ranks: int) -> Floats:

@@ -1,0 +1,291 @@
+"""The best layouts of a run on a cluster, exactly: as if each that fits had been simulated.
+
+1. Of each mesh's grid (space.py) memory.py says as arrays what fits at all.
+2. For what is left times.py says as arrays below what time none can be.
+3. In the order of that bound layouts are simulated (waves.py), until the bound of the next is above the time of the
+   last that is asked for: then no other can be among them.
+
+Where memory.py knows a layout's memory up to a few messages only, and that decides, predict/memory.py is asked.
+Everything that is kept between layouts belongs to the search, so searches do not disturb each other.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.predict.cost.parts import Parts
+from meshwright.predict.memory import memory
+from meshwright.predict.plan.capacity import allowance
+from meshwright.predict.plan.memory import Held, MemoryOf
+from meshwright.predict.plan.places import places
+from meshwright.predict.plan.space import Form, Grid, Mesh, Pipe, Sharding, Space, layout_of, run_of
+from meshwright.predict.plan.times import TimesOf, bounds, pipelines
+from meshwright.predict.plan.waves import Order, length, order_of
+from meshwright.predict.stages import stages_of
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.layout import Layout
+from meshwright.spec.run import RunSpec
+from meshwright.spec.stages import Stage
+
+Array = NDArray[np.float64]
+Place = tuple[int, int, int, int]
+TOGETHER = 32
+"""Layouts that are simulated before it is asked again whether that is enough."""
+ROUNDING = 1 + 1e-9
+"""By how much a bound may be above what it bounds, for its sums are added up in another order."""
+Progress = Callable[[float, int], None]
+"""Is told the part of the meshes that is done, and of how many layouts."""
+
+
+@dataclass(frozen=True, order=True)
+class Candidate:
+    """A layout that fits. seconds: of a step, simulated. held: bytes of the fullest rank, at least."""
+
+    seconds: float
+    held: float
+    grid: Grid = field(compare=False)
+    place: Place = field(compare=False)
+
+    @property
+    def layout(self) -> Layout:
+        return self.grid.layout(self.place)
+
+    @property
+    def micro(self) -> int:
+        return self.grid.micro(self.place)
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """The layout that holds least, where none fits; `held` bytes."""
+
+    held: float
+    grid: Grid
+    place: Place
+
+    @property
+    def layout(self) -> Layout:
+        return self.grid.layout(self.place)
+
+    @property
+    def micro(self) -> int:
+        return self.grid.micro(self.place)
+
+
+@dataclass
+class Result:
+    """What a search has found. layouts: how many there are, fitting: how many of them fit, simulated: how many of these
+    were. usable: bytes of a device. cut_short: it was interrupted, and there may be better ones."""
+
+    usable: float
+    best: list[Candidate] = field(default_factory=list)
+    nearest: Nearest | None = None
+    layouts: int = 0
+    fitting: int = 0
+    simulated: int = 0
+    cut_short: bool = False
+
+
+class Search:
+    """A search for the `top` best layouts of `run`, whose own layout and batch.micro do not matter, on `cluster`.
+
+    only: see `Space`. usable: bytes of a device that a run may hold; by default what the allowance leaves.
+    """
+
+    def __init__(
+        self,
+        run: RunSpec,
+        cluster: Cluster,
+        *,
+        top: int = 10,
+        only: Mapping[str, Any] | None = None,
+        usable: float | None = None,
+        parts: Parts | None = None,
+    ) -> None:
+        self.run, self.cluster, self.top = run, cluster, top
+        self.space = Space(run, cluster, only)
+        self.cpu = cluster.device.kind == "cpu"
+        self.parts = parts or Parts(run.model, run.data.seq_len, run.precision, cluster, attention=run.attention)
+        left = allowance(cluster.device).usable(cluster.device.memory)
+        self.result = Result(left if usable is None else usable)
+        self._memory = MemoryOf(run, cpu=self.cpu)
+        self._times = TimesOf(run, self.parts)
+        self._stages: dict[tuple[int, int], tuple[Stage, ...]] = {}
+        self._orders: dict[tuple[Pipe, int, int], Order] = {}
+        self._grids: list[Grid] = []
+        self._bounds: list[Array] = []
+        self._where: list[NDArray[np.int64]] = []  # of each bound the grid, and the place in it as one number
+        self._held: list[Array] = []
+        self._unsure: list[NDArray[np.bool_]] = []
+
+    def run_all(self, progress: Progress | None = None) -> Result:
+        """Search. Where it is interrupted (KeyboardInterrupt) the best so far are the result."""
+        try:
+            self._look(progress)
+            self._simulate()
+        except KeyboardInterrupt:
+            self.result.cut_short = True
+            if not self.result.best:
+                self._simulate(enough=TOGETHER)
+        self.result.best.sort()
+        return self.result
+
+    # -- all layouts, by arrays ---------------------------------------------------------------------------------------
+
+    def _look(self, progress: Progress | None) -> None:
+        grids = list(self.space.grids())
+        for number, grid in enumerate(grids):
+            self._grid(grid)
+            if progress is not None:
+                progress((number + 1) / len(grids), self.result.layouts)
+
+    def held(self, grid: Grid) -> Held:
+        """What the layouts of a grid hold."""
+        stages = [self.stages(grid.mesh.pp, pipe) for pipe in grid.pipes]
+        where = [places(pipe, grid.mesh.pp, each) for pipe, each in zip(grid.pipes, stages, strict=True)]
+        return self._memory.of(grid, where)
+
+    def _grid(self, grid: Grid) -> None:
+        held = self.held(grid)
+        valid = np.broadcast_to(grid.valid, grid.shape)
+        self.result.layouts += int(valid.sum())
+        fits = valid & (held.least <= self.result.usable)
+        if not fits.any():
+            self._nearest(grid, np.where(valid, held.least, np.inf))
+            return
+        self.result.fitting += int(fits.sum())
+        columns = [(int(form), int(micro)) for form, micro in np.argwhere(fits.any(axis=(0, 1)))]
+        least = np.full(grid.shape, np.inf)
+        forms, micros = zip(*columns, strict=True)
+        least[:, :, forms, micros] = self.bounds(grid, columns)
+        flat = np.flatnonzero(fits)
+        self._where.append(np.stack([np.full(len(flat), len(self._grids)), flat]))
+        self._grids.append(grid)
+        self._bounds.append(least.ravel()[flat])
+        self._held.append(held.least.ravel()[flat])
+        self._unsure.append(((held.least + held.spare).ravel() > self.result.usable)[flat])
+
+    def bounds(self, grid: Grid, columns: Sequence[tuple[int, int]]) -> Array:
+        """Seconds that no layout of the columns is below, of shape (pipelines, shardings, columns)."""
+        kinds, lines = pipelines(grid, [self.stages(grid.mesh.pp, pipe) for pipe in grid.pipes])
+        micros = np.array([grid.steps[micro] for _, micro in columns], float)
+        return bounds(self._times.of(grid, kinds, lines, columns), lines, micros)
+
+    def _nearest(self, grid: Grid, held: Array) -> None:
+        at = int(held.argmin())
+        least = float(held.ravel()[at])
+        if self._grids or not np.isfinite(least):
+            return
+        if self.result.nearest is None or least < self.result.nearest.held:
+            self.result.nearest = Nearest(least, grid, _place(grid, at))
+
+    def stages(self, pp: int, pipe: Pipe) -> tuple[Stage, ...]:
+        """The stages of a pipeline."""
+        key = pp, pipe.chunks
+        if key not in self._stages:
+            line = pipe if pipe.chunks > 1 else Pipe()
+            layout = layout_of(Mesh(1, 1, 1, pp), line, Sharding(0), Form(False, "none"))
+            self._stages[key] = stages_of(self.run.model, layout, self.run.data.seq_len)
+        return self._stages[key]
+
+    # -- the leaders, one by one --------------------------------------------------------------------------------------
+
+    def _simulate(self, enough: int | None = None) -> None:
+        """Simulate in the order of the bounds, until no other can be among the best. enough: at most so many."""
+        if not self._bounds:
+            return
+        found, result = np.concatenate(self._bounds), self.result
+        places_ = np.concatenate(self._where, axis=1)
+        held, unsure = np.concatenate(self._held), np.concatenate(self._unsure)
+        for batch in _in_order(found, held):
+            if enough is not None and result.simulated >= enough:
+                return
+            last = self._last
+            batch = batch[found[batch] <= last * ROUNDING]
+            if not len(batch):
+                return
+            leaders = [
+                (self._grids[grid], _place(self._grids[grid], at), float(held[each]))
+                for each, (grid, at) in zip(batch, places_[:, batch].T, strict=True)
+                if not unsure[each] or self._fits(int(grid), int(at))
+            ]
+            self._take(leaders)
+
+    @property
+    def _last(self) -> float:
+        """The time of the last of the best; infinite while there are fewer."""
+        best = self.result.best
+        return best[-1].seconds if len(best) == self.top else np.inf
+
+    def _take(self, leaders: Sequence[tuple[Grid, Place, float]]) -> None:
+        times = simulated(self, [(grid, place) for grid, place, _ in leaders])
+        self.result.simulated += len(leaders)
+        new = [Candidate(time, held, grid, place) for time, (grid, place, held) in zip(times, leaders, strict=True)]
+        self.result.best = heapq.nsmallest(self.top, [*self.result.best, *new])
+
+    def _fits(self, grid: int, at: int) -> bool:
+        """Whether a layout fits by predict/memory.py."""
+        here = self._grids[grid]
+        place = _place(here, at)
+        layout = here.layout(place)
+        run, device = run_of(self.run, layout, here.micro(place)), "cpu" if self.cpu else "cuda"
+        fullest = places(here.pipes[place[0]], layout.pp, self.stages(layout.pp, here.pipes[place[0]]))
+        ranks = {layout.rank_at({"pp": each.rank}) for each in fullest}
+        return all(memory(run, layout, rank, device).total <= self.result.usable for rank in ranks)
+
+    def order(self, pipe: Pipe, ranks: int, micros: int) -> Order:
+        key = pipe, ranks, micros
+        if key not in self._orders:
+            self._orders[key] = order_of(pipe, ranks, micros)
+        return self._orders[key]
+
+    @property
+    def times(self) -> TimesOf:
+        return self._times
+
+
+def simulated(search: Search, layouts: Sequence[tuple[Grid, Place]]) -> list[float]:
+    """Seconds of a step of each layout, exactly; those with one order together."""
+    found = [0.0] * len(layouts)
+    groups: dict[tuple[Pipe, int, int], list[tuple[int, tuple[Array, ...]]]] = {}
+    for number, (grid, place) in enumerate(layouts):
+        pipe, micros = grid.pipes[place[0]], grid.steps[place[3]]
+        one = Grid(grid.mesh, (pipe,), (grid.shardings[place[1]],), (grid.forms[place[2]],), (grid.micros[place[3]],), grid.sequences)
+        kinds, (line,) = pipelines(one, [search.stages(grid.mesh.pp, pipe)])
+        stage = search.times.of(one, kinds, [line], [(0, 0)])
+        if line.ranks == 1:
+            found[number] = float(bounds(stage, [line], np.array([float(micros)]))[0, 0, 0])
+            continue
+        each = list(line.kinds)
+        forward, backward, tail = (array[each, 0, 0] for array in stage[:3])
+        send = np.full(len(each), stage.send[0])
+        groups.setdefault((pipe, line.ranks, micros), []).append((number, (forward, backward, send, tail, stage.step[0, 0, 0])))
+    for key, members in groups.items():
+        arrays = (np.array(rows) for rows in zip(*(arrays for _, arrays in members), strict=True))
+        for (number, _), seconds in zip(members, length(search.order(*key), *arrays), strict=True):
+            found[number] = float(seconds)
+    return found
+
+
+def _place(grid: Grid, at: int) -> Place:
+    pipe, sharding, form, micro = (int(each) for each in np.unravel_index(at, grid.shape))
+    return pipe, sharding, form, micro
+
+
+def _in_order(found: Array, held: Array) -> Iterator[NDArray[np.int64]]:
+    """Places of ascending bounds, TOGETHER at once; of equal ones those first that hold least."""
+    ready, number = np.zeros(0, np.int64), 0
+    while number < len(found):
+        if number == len(ready):
+            # What is asked for is mostly among the first few, so all are never sorted at once.
+            more = min(max(4 * number, 4096), len(found))
+            ready = np.argpartition(found, more - 1)[:more]
+            ready = ready[np.lexsort((held[ready], found[ready]))]
+        yield ready[number : number + TOGETHER]
+        number = min(number + TOGETHER, len(ready))
