@@ -59,13 +59,16 @@ class MemoryOf:
         air = [flying(place, micros) for place in flat]
         beside = [self._units_beside(place) for place in flat]
         step = _Moments(self.run, self.units(grid.mesh.tp), grid, flat, beside, self._sizes, cpu=self.cpu)
-        always = self._always(grid, flat)
-        fullest = always[:, :, None, None] + np.maximum(step.backward(air), step.update()[None, :, None, None])
+        fullest = self._always(grid, flat)[:, :, None, None] + np.maximum(step.backward(air), step.update()[None, :, None, None])
         fullest += step.inputs(air)[:, None]
         spare = step.spare(air)
         most = np.maximum.reduceat(fullest + spare[:, None], starts, axis=0)
         least = np.maximum.reduceat(fullest, starts, axis=0)
         return Held(least, most - least)
+
+    def always(self, grid: Grid, where: list[list[Place]]) -> Array:
+        """What is there all the time, of shape (pipelines, shardings): no layout holds less."""
+        return np.array([self._always(grid, of_pipe).max(axis=0) for of_pipe in where])
 
     def units(self, tp: int) -> Units:
         if tp not in self._units:

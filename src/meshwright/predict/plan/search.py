@@ -23,6 +23,7 @@ from meshwright.predict.cost.parts import Parts
 from meshwright.predict.memory import memory
 from meshwright.predict.plan.capacity import allowance
 from meshwright.predict.plan.memory import Held, MemoryOf
+from meshwright.predict.plan.places import Place as Where
 from meshwright.predict.plan.places import places
 from meshwright.predict.plan.space import Form, Grid, Mesh, Pipe, Sharding, Space, layout_of, run_of
 from meshwright.predict.plan.times import TimesOf, bounds, pipelines
@@ -85,7 +86,6 @@ class Result:
 
     usable: float
     best: list[Candidate] = field(default_factory=list)
-    nearest: Nearest | None = None
     layouts: int = 0
     fitting: int = 0
     simulated: int = 0
@@ -118,6 +118,7 @@ class Search:
         self._times = TimesOf(run, self.parts)
         self._stages: dict[tuple[int, int], tuple[Stage, ...]] = {}
         self._orders: dict[tuple[Pipe, int, int], Order] = {}
+        self._fullest: dict[tuple[int, Pipe], list[Where]] = {}
         self._grids: list[Grid] = []
         self._bounds: list[Array] = []
         self._where: list[NDArray[np.int64]] = []  # of each bound the grid, and the place in it as one number
@@ -147,17 +148,25 @@ class Search:
 
     def held(self, grid: Grid) -> Held:
         """What the layouts of a grid hold."""
-        stages = [self.stages(grid.mesh.pp, pipe) for pipe in grid.pipes]
-        where = [places(pipe, grid.mesh.pp, each) for pipe, each in zip(grid.pipes, stages, strict=True)]
-        return self._memory.of(grid, where)
+        return self._memory.of(grid, self._places(grid))
+
+    def _places(self, grid: Grid) -> list[list[Where]]:
+        """For each pipeline of a grid the places that may hold most."""
+        pp = grid.mesh.pp
+        for pipe in grid.pipes:
+            if (pp, pipe) not in self._fullest:
+                self._fullest[pp, pipe] = places(pipe, pp, self.stages(pp, pipe))
+        return [self._fullest[pp, pipe] for pipe in grid.pipes]
 
     def _grid(self, grid: Grid) -> None:
+        self.result.layouts += int(np.broadcast_to(grid.valid, grid.shape).sum())
+        always = self._memory.always(grid, self._places(grid)) <= self.result.usable
+        if not always.any():
+            return
+        grid = grid.only(always.any(axis=1), always.any(axis=0))
         held = self.held(grid)
-        valid = np.broadcast_to(grid.valid, grid.shape)
-        self.result.layouts += int(valid.sum())
-        fits = valid & (held.least <= self.result.usable)
+        fits = grid.valid & (held.least <= self.result.usable)
         if not fits.any():
-            self._nearest(grid, np.where(valid, held.least, np.inf))
             return
         self.result.fitting += int(fits.sum())
         columns = [(int(form), int(micro)) for form, micro in np.argwhere(fits.any(axis=(0, 1)))]
@@ -177,13 +186,16 @@ class Search:
         micros = np.array([grid.steps[micro] for _, micro in columns], float)
         return bounds(self._times.of(grid, kinds, lines, columns), lines, micros)
 
-    def _nearest(self, grid: Grid, held: Array) -> None:
-        at = int(held.argmin())
-        least = float(held.ravel()[at])
-        if self._grids or not np.isfinite(least):
-            return
-        if self.result.nearest is None or least < self.result.nearest.held:
-            self.result.nearest = Nearest(least, grid, _place(grid, at))
+    def nearest(self) -> Nearest | None:
+        """The layout that holds least: where none fits, what comes closest. None where there is no layout at all."""
+        found = None
+        for grid in self.space.grids():
+            held = np.where(grid.valid, self.held(grid).least, np.inf)
+            at = int(held.argmin())
+            least = float(held.ravel()[at])
+            if least < (np.inf if found is None else found.held):
+                found = Nearest(least, grid, _place(grid, at))
+        return found
 
     def stages(self, pp: int, pipe: Pipe) -> tuple[Stage, ...]:
         """The stages of a pipeline."""
@@ -235,8 +247,7 @@ class Search:
         place = _place(here, at)
         layout = here.layout(place)
         run, device = run_of(self.run, layout, here.micro(place)), "cpu" if self.cpu else "cuda"
-        fullest = places(here.pipes[place[0]], layout.pp, self.stages(layout.pp, here.pipes[place[0]]))
-        ranks = {layout.rank_at({"pp": each.rank}) for each in fullest}
+        ranks = {layout.rank_at({"pp": each.rank}) for each in self._places(here)[place[0]]}
         return all(memory(run, layout, rank, device).total <= self.result.usable for rank in ranks)
 
     def order(self, pipe: Pipe, ranks: int, micros: int) -> Order:

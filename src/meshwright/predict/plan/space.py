@@ -130,6 +130,12 @@ class Grid:
         mesh = self.mesh
         return sharding.zero >= 2 or max(mesh.tp, mesh.cp, mesh.pp) > 1
 
+    def only(self, pipes: NDArray[np.bool_], shardings: NDArray[np.bool_]) -> Grid:
+        """The part of it that has these pipelines and shardings."""
+        kept = tuple(pipe for pipe, keep in zip(self.pipes, pipes, strict=True) if keep)
+        sharded = tuple(each for each, keep in zip(self.shardings, shardings, strict=True) if keep)
+        return Grid(self.mesh, kept, sharded, self.forms, self.micros, self.sequences)
+
     def layout(self, place: tuple[int, int, int, int]) -> Layout:
         """The layout at a place of the grid."""
         pipe, sharding, form, _ = place
