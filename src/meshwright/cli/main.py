@@ -18,6 +18,7 @@ from meshwright.train.streams import finish, reopen
 COMMANDS = {
     "train": "Train a model, on several ranks.",
     "predict": "Tell what a run will hold, move and compute; starts nothing.",
+    "plan": "Tell which layout of a model over a cluster is fastest, whether it fits, and why.",
     "verify": "Prove that a layout computes what one device computes.",
     "checkpoint": "Look into checkpoints, check, export and import them.",
     "costs": "Measure what the parts of a model take here, to balance a pipeline by.",

@@ -22,7 +22,7 @@ from __future__ import annotations
 from typing import Literal
 
 WEIGHT, GRADIENT, ADAM = 2, 2, 12
-"""Bytes a parameter of training in 16 bits: the optimizer holds a float32 copy and two moments (Rajbhandari et al. 2020,
+"""Bytes a parameter in 16 bits: the optimizer holds a float32 copy and two moments (Rajbhandari et al. 2020,
 section 3.1)."""
 STATE = WEIGHT + GRADIENT + ADAM
 YEAR, DAY = 365 * 86400, 86400
@@ -73,7 +73,7 @@ def layer_parameters(hidden: int, ffn: int) -> int:
 
 
 def tensor_sent(hidden: int, tokens: int, tp: int) -> float:
-    """Bytes a tensor rank sends for a layer: two all-reduces of 16-bit activations forward, two backward (Shoeybi et al.
+    """Bytes a tensor rank sends for a layer: two all-reduces of 16-bit activations each way (Shoeybi et al.
     2019, figure 4)."""
     return 4 * all_reduce_sent(activations(hidden, tokens), tp)
 

@@ -11,6 +11,7 @@ sent a few messages more or less. On the CPU, whose buffers for sums are kept, i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from meshwright.predict.params import buffer_count, tensors, unit_counts
 from meshwright.predict.peak import loss_workspace, written_out
 from meshwright.predict.plan.places import Flying, Kind, Place, flying
 from meshwright.predict.plan.sizes import ALONE, Sizes, SizesOfBlocks
-from meshwright.predict.plan.space import Form, Grid, Mesh
+from meshwright.predict.plan.space import Grid
 from meshwright.predict.states import DTYPE_BYTES, gradient_bytes, master_bytes, reduce_bytes
 from meshwright.spec.joining import joined
 from meshwright.spec.layout import JOIN, Layout
@@ -51,22 +52,24 @@ class MemoryOf:
         self._states: dict[tuple[int, tuple[Kind, ...], int, int], float] = {}
         self._beside: dict[Place, dict[str, Beside]] = {}
 
-    def of(self, grid: Grid, where: list[list[Place]]) -> Held:
+    def of(self, grid: Grid, where: Sequence[Sequence[Place]]) -> Held:
         """Of a grid's layouts. where: for each of its pipelines the places that may hold most."""
-        flat = [place for of_pipe in where for place in of_pipe]
         starts = np.cumsum([0, *(len(of_pipe) for of_pipe in where[:-1])])
+        each = self.by_place(grid, [place for of_pipe in where for place in of_pipe])
+        least = np.maximum.reduceat(each.least, starts, axis=0)
+        return Held(least, np.maximum.reduceat(each.least + each.spare, starts, axis=0) - least)
+
+    def by_place(self, grid: Grid, flat: Sequence[Place]) -> Held:
+        """Of each of these places, which stand for pipelines."""
         micros = np.array(grid.steps, float)
         air = [flying(place, micros) for place in flat]
         beside = [self._units_beside(place) for place in flat]
         step = _Moments(self.run, self.units(grid.mesh.tp), grid, flat, beside, self._sizes, cpu=self.cpu)
-        fullest = self._always(grid, flat)[:, :, None, None] + np.maximum(step.backward(air), step.update()[None, :, None, None])
-        fullest += step.inputs(air)[:, None]
-        spare = step.spare(air)
-        most = np.maximum.reduceat(fullest + spare[:, None], starts, axis=0)
-        least = np.maximum.reduceat(fullest, starts, axis=0)
-        return Held(least, most - least)
+        moment = np.maximum(step.backward(air), step.update()[None, :, None, None])
+        held = self._always(grid, flat)[:, :, None, None] + moment + step.inputs(air)[:, None]
+        return Held(held, np.broadcast_to(step.spare(air)[:, None], held.shape))
 
-    def always(self, grid: Grid, where: list[list[Place]]) -> Array:
+    def always(self, grid: Grid, where: Sequence[Sequence[Place]]) -> Array:
         """What is there all the time, of shape (pipelines, shardings): no layout holds less."""
         return np.array([self._always(grid, of_pipe).max(axis=0) for of_pipe in where])
 
@@ -82,7 +85,7 @@ class MemoryOf:
             self._beside[place] = units_beside(place, units.tied > 0, units.embedding > 0, chunked=chunked)
         return self._beside[place]
 
-    def _always(self, grid: Grid, flat: list[Place]) -> Array:
+    def _always(self, grid: Grid, flat: Sequence[Place]) -> Array:
         """States and tables, of shape (places, shardings)."""
         model, seq = self.run.model, self.run.data.seq_len
         table = buffer_count(model, seq) * max(DTYPE_BYTES[self.run.precision], 4)
@@ -177,7 +180,7 @@ class _Moments:
         run: RunSpec,
         units: Units,
         grid: Grid,
-        flat: list[Place],
+        flat: Sequence[Place],
         beside: list[dict[str, Beside]],
         known: SizesOfBlocks,
         *,
@@ -214,7 +217,7 @@ class _Moments:
 
     # -- all together -----------------------------------------------------------------------------------------------
 
-    def backward(self, air: list[Flying]) -> Array:
+    def backward(self, air: Sequence[Flying]) -> Array:
         """The fullest moment of backward."""
         on_way = self._on_way()
         beside = self._beside(air)
@@ -228,7 +231,8 @@ class _Moments:
     def _activations(self) -> dict[str, Array]:
         """By moment, what is there of one micro-batch beside gathered units and reductions: (places, forms, micros)."""
         s, shape = self.sizes, (len(self.flat), 1, 1)
-        blocks, first, last, tied = (each.reshape(shape) for each in (self.blocks, self.first, self.last, self.tied_whole))
+        ends = self.first, self.last, self.tied_whole
+        blocks, first, last, tied = (each.reshape(shape) for each in (self.blocks, *ends))
         before = np.where(first, s.embedding, 0.0)
         waits = np.where(tied, self.table, 0.0)
         inner, leading = self._block(0.0), self._block(s.saved_shared)
@@ -278,7 +282,7 @@ class _Moments:
 
     def _embedding(self) -> Array:
         passing = np.broadcast_to(2 * self.whole, self.hidden.shape) if self.grid.mesh.tp > 1 else self.hidden
-        return float(self.units.table * self.size) + passing
+        return np.asarray(float(self.units.table * self.size) + passing)
 
     def update(self) -> Array:
         """The part of the gradients that the optimizer widens, by sharding."""
@@ -286,7 +290,7 @@ class _Moments:
         if gradient_bytes(self.run) >= master:
             return np.zeros(len(self.cuts))
         largest = self.units.each_padded(self.cuts).max(axis=0)
-        return np.minimum(largest // self.cuts, WIDENED) * master
+        return np.asarray(np.minimum(largest // self.cuts, WIDENED) * master)
 
     # -- beside one micro-batch's activations -----------------------------------------------------------------------
 
@@ -295,17 +299,17 @@ class _Moments:
         s, shape = self.sizes, (len(self.flat), 1, 1)
         blocks, first, last = (each.reshape(shape) for each in (self.blocks, self.first, self.last))
         ends = np.where(first, s.embedding, 0.0) + np.where(last, s.logits + s.loss, 0.0)
-        return blocks * s.kept + s.kept_shared + ends
+        return np.asarray(blocks * s.kept + s.kept_shared + ends)
 
-    def _beside(self, air: list[Flying]) -> Array:
+    def _beside(self, air: Sequence[Flying]) -> Array:
         """Other micro-batches in flight, and messages; of an interleaved rank's stages the shortest counts."""
-        others, messages = (np.array([getattr(a, of) for a in air])[:, None] for of in ("others", "messages"))
+        others, messages = (np.array([getattr(each, of) for each in air])[:, None] for of in ("others", "messages"))
         fewest = np.array([min(kind.blocks for kind in place.rank_stages) for place in self.flat], float)
         several = np.array([len(place.rank_stages) > 1 for place in self.flat])[:, None, None]
         short = fewest[:, None, None] * self.sizes.kept + self.sizes.kept_shared
-        return others * np.where(several, short, self._kept()) + messages * self.hidden
+        return np.asarray(others * np.where(several, short, self._kept()) + messages * self.hidden)
 
-    def spare(self, air: list[Flying]) -> Array:
+    def spare(self, air: Sequence[Flying]) -> Array:
         """What more there may be: (places, forms, micros)."""
         others, messages, begun = (
             np.array([getattr(each, of) for each in air])[:, None] for of in ("others", "spare", "spare_begun")
@@ -315,9 +319,10 @@ class _Moments:
         first = np.array([len(p.rank_stages) > 1 and p.rank_stages[0].first for p in self.flat])[:, None, None]
         found = others * (unlike * self.sizes.kept + np.where(first, self.sizes.embedding, 0.0))
         found += messages * self.hidden + begun * self._inputs()
-        if self.cpu or (written_out(self.run, cpu=self.cpu) and any(f.recompute == "selective" for f in self.grid.forms)):
-            return found + np.inf
-        return found + 3 * self._narrow()
+        selective = any(form.recompute == "selective" for form in self.grid.forms)
+        if self.cpu or (selective and written_out(self.run, cpu=self.cpu)):
+            return np.full_like(found, np.inf)
+        return np.asarray(found + 3 * self._narrow())
 
     def _narrow(self) -> float:
         """Copies in the dtype of a reduction at ZeRO 0 and 1, of units that may be joined: so much each at most."""
@@ -332,9 +337,9 @@ class _Moments:
         seq = self.run.data.seq_len
         return 8.0 * np.array([inputs(self.run, layout, (micro, seq), self.cpu) for micro in self.grid.micros])
 
-    def inputs(self, air: list[Flying]) -> Array:
+    def inputs(self, air: Sequence[Flying]) -> Array:
         """Tokens and what goes with them: (places, forms, micros)."""
-        return np.array([a.begun for a in air])[:, None] * self._inputs()
+        return np.asarray(np.array([each.begun for each in air])[:, None] * self._inputs())
 
     # -- gathered units and reductions ------------------------------------------------------------------------------
 

@@ -19,14 +19,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.predict.cost.cpu import crowd
 from meshwright.predict.cost.parts import Parts
-from meshwright.predict.memory import memory
+from meshwright.predict.cost.step import step_time
+from meshwright.predict.memory import Device, memory
 from meshwright.predict.plan.capacity import allowance
 from meshwright.predict.plan.memory import Held, MemoryOf
 from meshwright.predict.plan.places import Place as Where
 from meshwright.predict.plan.places import places
 from meshwright.predict.plan.space import Form, Grid, Mesh, Pipe, Sharding, Space, layout_of, run_of
-from meshwright.predict.plan.times import TimesOf, bounds, pipelines
+from meshwright.predict.plan.times import Pipeline, StageTimes, TimesOf, bounds, pipelines
 from meshwright.predict.plan.waves import Order, length, order_of
 from meshwright.predict.stages import stages_of
 from meshwright.spec.cluster import Cluster
@@ -35,6 +37,7 @@ from meshwright.spec.run import RunSpec
 from meshwright.spec.stages import Stage
 
 Array = NDArray[np.float64]
+Arrays = tuple[Array, ...]
 Place = tuple[int, int, int, int]
 TOGETHER = 32
 """Layouts that are simulated before it is asked again whether that is enough."""
@@ -46,29 +49,12 @@ Progress = Callable[[float, int], None]
 
 @dataclass(frozen=True, order=True)
 class Candidate:
-    """A layout that fits. seconds: of a step, simulated. held: bytes of the fullest rank, at least."""
+    """A layout. seconds: of a step, simulated, if it fits. held: bytes of the fullest rank, at least."""
 
     seconds: float
     held: float
     grid: Grid = field(compare=False)
     place: Place = field(compare=False)
-
-    @property
-    def layout(self) -> Layout:
-        return self.grid.layout(self.place)
-
-    @property
-    def micro(self) -> int:
-        return self.grid.micro(self.place)
-
-
-@dataclass(frozen=True)
-class Nearest:
-    """The layout that holds least, where none fits; `held` bytes."""
-
-    held: float
-    grid: Grid
-    place: Place
 
     @property
     def layout(self) -> Layout:
@@ -111,9 +97,11 @@ class Search:
         self.run, self.cluster, self.top = run, cluster, top
         self.space = Space(run, cluster, only)
         self.cpu = cluster.device.kind == "cpu"
+        self.device: Device = "cpu" if self.cpu else "cuda"
         self.parts = parts or Parts(run.model, run.data.seq_len, run.precision, cluster, attention=run.attention)
         left = allowance(cluster.device).usable(cluster.device.memory)
         self.result = Result(left if usable is None else usable)
+        self._crowded = crowd(cluster, cluster.devices)
         self._memory = MemoryOf(run, cpu=self.cpu)
         self._times = TimesOf(run, self.parts)
         self._stages: dict[tuple[int, int], tuple[Stage, ...]] = {}
@@ -160,10 +148,10 @@ class Search:
 
     def _grid(self, grid: Grid) -> None:
         self.result.layouts += int(np.broadcast_to(grid.valid, grid.shape).sum())
-        always = self._memory.always(grid, self._places(grid)) <= self.result.usable
+        always = np.asarray(self._memory.always(grid, self._places(grid)) <= self.result.usable)
         if not always.any():
             return
-        grid = grid.only(always.any(axis=1), always.any(axis=0))
+        grid = grid.only(np.flatnonzero(always.any(axis=1)), np.flatnonzero(always.any(axis=0)))
         held = self.held(grid)
         fits = grid.valid & (held.least <= self.result.usable)
         if not fits.any():
@@ -186,16 +174,25 @@ class Search:
         micros = np.array([grid.steps[micro] for _, micro in columns], float)
         return bounds(self._times.of(grid, kinds, lines, columns), lines, micros)
 
-    def nearest(self) -> Nearest | None:
+    def nearest(self) -> Candidate | None:
         """The layout that holds least: where none fits, what comes closest. None where there is no layout at all."""
-        found = None
+        found: Candidate | None = None
         for grid in self.space.grids():
             held = np.where(grid.valid, self.held(grid).least, np.inf)
             at = int(held.argmin())
             least = float(held.ravel()[at])
-            if least < (np.inf if found is None else found.held):
-                found = Nearest(least, grid, _place(grid, at))
+            if np.isfinite(least) and (found is None or least < found.held):
+                found = Candidate(np.inf, least, grid, _place(grid, at))
         return found
+
+    def any_fits(self) -> bool:
+        """Whether some layout fits; the search ends with the first."""
+        for grid in self.space.grids():
+            if (self._memory.always(grid, self._places(grid)) <= self.result.usable).any():
+                held = self.held(grid)
+                if np.any(grid.valid & (held.least + np.where(self.cpu, 0, held.spare) <= self.result.usable)):
+                    return True
+        return False
 
     def stages(self, pp: int, pipe: Pipe) -> tuple[Stage, ...]:
         """The stages of a pipeline."""
@@ -236,52 +233,64 @@ class Search:
         return best[-1].seconds if len(best) == self.top else np.inf
 
     def _take(self, leaders: Sequence[tuple[Grid, Place, float]]) -> None:
-        times = simulated(self, [(grid, place) for grid, place, _ in leaders])
+        times = self.simulated([(grid, place) for grid, place, _ in leaders])
         self.result.simulated += len(leaders)
         new = [Candidate(time, held, grid, place) for time, (grid, place, held) in zip(times, leaders, strict=True)]
         self.result.best = heapq.nsmallest(self.top, [*self.result.best, *new])
+
+    def simulated(self, layouts: Sequence[tuple[Grid, Place]]) -> list[float]:
+        """Seconds of a step of each layout, exactly; those with one order together."""
+        if self._crowded > 1:  # cores that ranks share are shared unevenly in time
+            return [self._stretched(grid, place) for grid, place in layouts]
+        found = [0.0] * len(layouts)
+        groups: dict[tuple[Pipe, int, int], list[tuple[int, Arrays]]] = {}
+        for number, (grid, place) in enumerate(layouts):
+            one, micros = grid.at(place), grid.steps[place[3]]
+            kinds, (line,) = pipelines(one, [self.stages(grid.mesh.pp, one.pipes[0])])
+            stage = self._times.of(one, kinds, [line], [(0, 0)])
+            if line.ranks == 1:
+                found[number] = float(bounds(stage, [line], np.array([float(micros)]))[0, 0, 0])
+            else:
+                key = line.pipe, line.ranks, micros
+                groups.setdefault(key, []).append((number, _by_stage(stage, line)))
+        for key, members in groups.items():
+            arrays = (np.array(rows) for rows in zip(*(each for _, each in members), strict=True))
+            for (number, _), seconds in zip(members, length(self._order(*key), *arrays), strict=True):
+                found[number] = float(seconds)
+        return found
+
+    def _stretched(self, grid: Grid, place: Place) -> float:
+        layout = grid.layout(place)
+        return step_time(run_of(self.run, layout, grid.micro(place)), layout, self.cluster, self.parts).seconds
+
+    def _order(self, pipe: Pipe, ranks: int, micros: int) -> Order:
+        key = pipe, ranks, micros
+        if key not in self._orders:
+            self._orders[key] = order_of(pipe, ranks, micros)
+        return self._orders[key]
 
     def _fits(self, grid: int, at: int) -> bool:
         """Whether a layout fits by predict/memory.py."""
         here = self._grids[grid]
         place = _place(here, at)
         layout = here.layout(place)
-        run, device = run_of(self.run, layout, here.micro(place)), "cpu" if self.cpu else "cuda"
+        run, device = run_of(self.run, layout, here.micro(place)), self.device
         ranks = {layout.rank_at({"pp": each.rank}) for each in self._places(here)[place[0]]}
         return all(memory(run, layout, rank, device).total <= self.result.usable for rank in ranks)
 
-    def order(self, pipe: Pipe, ranks: int, micros: int) -> Order:
-        key = pipe, ranks, micros
-        if key not in self._orders:
-            self._orders[key] = order_of(pipe, ranks, micros)
-        return self._orders[key]
-
-    @property
-    def times(self) -> TimesOf:
-        return self._times
+    def fullest_rank(self, candidate: Candidate) -> int:
+        """The number of the rank that holds most."""
+        one = candidate.grid.at(candidate.place)
+        (where,) = self._places(one)
+        held = self._memory.by_place(one, where).least.ravel()
+        return candidate.layout.rank_at({"pp": where[int(held.argmax())].rank})
 
 
-def simulated(search: Search, layouts: Sequence[tuple[Grid, Place]]) -> list[float]:
-    """Seconds of a step of each layout, exactly; those with one order together."""
-    found = [0.0] * len(layouts)
-    groups: dict[tuple[Pipe, int, int], list[tuple[int, tuple[Array, ...]]]] = {}
-    for number, (grid, place) in enumerate(layouts):
-        pipe, micros = grid.pipes[place[0]], grid.steps[place[3]]
-        one = Grid(grid.mesh, (pipe,), (grid.shardings[place[1]],), (grid.forms[place[2]],), (grid.micros[place[3]],), grid.sequences)
-        kinds, (line,) = pipelines(one, [search.stages(grid.mesh.pp, pipe)])
-        stage = search.times.of(one, kinds, [line], [(0, 0)])
-        if line.ranks == 1:
-            found[number] = float(bounds(stage, [line], np.array([float(micros)]))[0, 0, 0])
-            continue
-        each = list(line.kinds)
-        forward, backward, tail = (array[each, 0, 0] for array in stage[:3])
-        send = np.full(len(each), stage.send[0])
-        groups.setdefault((pipe, line.ranks, micros), []).append((number, (forward, backward, send, tail, stage.step[0, 0, 0])))
-    for key, members in groups.items():
-        arrays = (np.array(rows) for rows in zip(*(arrays for _, arrays in members), strict=True))
-        for (number, _), seconds in zip(members, length(search.order(*key), *arrays), strict=True):
-            found[number] = float(seconds)
-    return found
+def _by_stage(stage: StageTimes, line: Pipeline) -> Arrays:
+    """Forward, backward, send, reduce and step of a single layout, as `waves.length` takes them."""
+    each = list(line.kinds)
+    forward, backward, tail = (array[each, 0, 0] for array in stage[:3])
+    return forward, backward, np.full(len(each), stage.send[0]), tail, stage.step[0, 0, 0]
 
 
 def _place(grid: Grid, at: int) -> Place:

@@ -1,4 +1,4 @@
-"""What one micro-batch's forward and backward hold on a block and at the ends, for all forms and micro-batches of a mesh.
+"""What a micro-batch holds on a block and at the ends, for all forms and micro-batches of a mesh.
 
 The figures are those of predict/storages.py and predict/alive.py for a model of a single block. They grow evenly with
 the sequences of a micro-batch, so two of them say all: what a cache keeps, by whatever a block's sizes depend on.
@@ -16,6 +16,7 @@ from meshwright.predict.alive import Alive
 from meshwright.predict.context import Attention, beside, mask
 from meshwright.predict.micros import sizes
 from meshwright.predict.plan.space import Form, Mesh, Pipe, Sharding, layout_of
+from meshwright.predict.states import DTYPE_BYTES
 from meshwright.spec.layout import Layout
 from meshwright.spec.run import RunSpec
 from meshwright.spec.stages import Stage
@@ -88,9 +89,8 @@ class SizesOfBlocks:
         base = begin + activations.total(kept)
         passing = 0
         if layout.cp > 1:
-            it = Attention.of(
-                run.model, layout, batch=sequences, seq=run.data.seq_len, dtype_bytes=sizes(run, micro, self.cpu)["dtype_bytes"]
-            )
+            size = DTYPE_BYTES[run.precision]
+            it = Attention.of(run.model, layout, batch=sequences, seq=run.data.seq_len, dtype_bytes=size)
             passing = beside(it, cpu=self.cpu) + mask(it, packed=run.data.packing == "documents")
         figures = (
             activations.total(kept) - shared, shared, end - begin - saved_shared, saved_shared,

@@ -12,9 +12,9 @@ micro-batches is masked out by `Grid.valid`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,7 @@ from meshwright.spec.splitting import check as check_split
 from meshwright.spec.words import join
 
 T = TypeVar("T")
+Recompute = Literal["none", "full", "selective"]
 
 LEAST_TOKENS = 256
 """Of a sequence on a context rank: fewer leave attention's kernels and messages to their latencies."""
@@ -76,11 +77,11 @@ class Form(NamedTuple):
     """How a block is computed: with sequence parallelism or without, and what is computed again."""
 
     sp: bool
-    recompute: str
+    recompute: Recompute
     keep: tuple[Operators, ...] = ("linear",)
 
 
-RECOMPUTE: tuple[tuple[str, tuple[Operators, ...]], ...] = (
+RECOMPUTE: tuple[tuple[Recompute, tuple[Operators, ...]], ...] = (
     ("none", ("linear",)),
     ("selective", ("linear", "attention")),
     ("selective", ("linear",)),
@@ -123,18 +124,22 @@ class Grid:
         few = (steps <= MOST_MICROS) | ~in_rows[:, None]
         pp = self.mesh.pp
         short = np.array([[pp == 1 or 2 * pp * pipe.chunks * m <= MOST for m in self.steps] for pipe in self.pipes])
-        return (short[:, None, :] & few[None])[:, :, None, :]
+        return np.asarray((short[:, None, :] & few[None])[:, :, None, :])
 
     def _in_rows(self, sharding: Sharding) -> bool:
         """Whether each micro-batch has messages of its own."""
         mesh = self.mesh
         return sharding.zero >= 2 or max(mesh.tp, mesh.cp, mesh.pp) > 1
 
-    def only(self, pipes: NDArray[np.bool_], shardings: NDArray[np.bool_]) -> Grid:
-        """The part of it that has these pipelines and shardings."""
-        kept = tuple(pipe for pipe, keep in zip(self.pipes, pipes, strict=True) if keep)
-        sharded = tuple(each for each, keep in zip(self.shardings, shardings, strict=True) if keep)
-        return Grid(self.mesh, kept, sharded, self.forms, self.micros, self.sequences)
+    def only(self, pipes: Iterable[int], shardings: Iterable[int]) -> Grid:
+        """The part of it that has these pipelines and shardings, by their places."""
+        kept, sharded = tuple(self.pipes[each] for each in pipes), tuple(self.shardings[each] for each in shardings)
+        return replace(self, pipes=kept, shardings=sharded)
+
+    def at(self, place: tuple[int, int, int, int]) -> Grid:
+        """A grid of one layout alone."""
+        pipe, sharding, form, micro = place
+        return replace(self.only([pipe], [sharding]), forms=(self.forms[form],), micros=(self.micros[micro],))
 
     def layout(self, place: tuple[int, int, int, int]) -> Layout:
         """The layout at a place of the grid."""

@@ -210,7 +210,7 @@ def bounds(stage: StageTimes, lines: Sequence[Pipeline], micros: Array) -> Array
     both = stage.forward + stage.backward
     if lines[0].ranks == 1:
         (kind,) = lines[0].kinds
-        return (micros * both[kind] + stage.tail[kind] + stage.step[0])[None]
+        return np.asarray((micros * both[kind] + stage.tail[kind] + stage.step[0])[None])
     paths = _paths(lines, len(both))
     flat = both.reshape(len(both), -1)
     once, often, trip = (
@@ -228,7 +228,7 @@ def bounds(stage: StageTimes, lines: Sequence[Pipeline], micros: Array) -> Array
         if line.pipe.schedule == "gpipe":
             least[place] = np.maximum(least[place], _phases(stage, line, micros))
     first = [line.kinds[0] for line in lines]
-    return least + stage.tail[first] + stage.step
+    return np.asarray(least + stage.tail[first] + stage.step)
 
 
 def _phases(stage: StageTimes, line: Pipeline, micros: Array) -> Array:

@@ -45,7 +45,8 @@ def length(order: Order, forward: Floats, backward: Floats, send: Floats, reduce
     zero = ranks * actions
     ends, arrived = np.zeros((layouts, zero + 1)), np.zeros((layouts, zero + 1))
     flat = order.stage.ravel()
-    maker, posted, before = (np.where(each == NONE, zero, each).ravel() for each in (order.maker, order.posted, order.before))
+    waits = order.maker, order.posted, order.before
+    maker, posted, before = (np.where(each == NONE, zero, each).ravel() for each in waits)
     comes = order.maker.ravel() != NONE
     previous = np.where(np.arange(zero) % actions == 0, zero, np.arange(zero) - 1)
     sender = send[:, np.append(flat, 0)[maker]]
@@ -69,16 +70,14 @@ def _reduced(order: Order, ends: Floats, reduce: Floats, ranks: int) -> Floats:
         at = lasts[:, place]
         stage = order.stage[np.arange(ranks), at]
         clock = np.maximum(ends[:, np.arange(ranks), at], clock) + reduce[:, stage]
-    return np.maximum(latest, clock.max(axis=1))
+    return np.asarray(np.maximum(latest, clock.max(axis=1)))
 
 
 def _last_places(order: Order, stages: int) -> Ints:
     """For each rank the places of its stages' last backwards, in their order."""
     ranks, actions = order.stage.shape
     chunk = order.stage // ranks
-    found = [
-        actions - 1 - np.argmax((chunk == each)[:, ::-1], axis=1) for each in range(stages // ranks)
-    ]
+    found = [actions - 1 - np.argmax((chunk == each)[:, ::-1], axis=1) for each in range(stages // ranks)]
     return np.sort(np.array(found).T, axis=1)
 
 
@@ -104,7 +103,8 @@ def _computing(pipe: Pipe, ranks: int, micros: int) -> tuple[Ints, Ints, NDArray
     index = np.arange(number)[None]
     forwards = np.where(index < ahead, index, 2 * index - ahead)
     backwards = np.where(index < number - ahead, 2 * index + 1 + ahead, index + number)
-    stage, micros_, is_forward = (np.zeros((ranks, 2 * number), kind) for kind in (np.int64, np.int64, np.bool_))
+    stage, micros_ = (np.zeros((ranks, 2 * number), np.int64) for _ in range(2))
+    is_forward = np.zeros((ranks, 2 * number), np.bool_)
     rows = np.broadcast_to(rank, forwards.shape)
     stage[rows, forwards] = chunk[index] * ranks + rank
     micros_[rows, forwards] = micro[index]
@@ -123,7 +123,8 @@ def _rounds(pipe: Pipe, ranks: int, micros: int) -> tuple[Ints, Ints]:
     sizes = [each + (group < more) for group in range(groups)]
     starts = np.cumsum([0, *sizes[:-1]])
     chunk = np.concatenate([np.repeat(np.arange(pipe.chunks), size) for size in sizes])
-    micro = np.concatenate([np.tile(np.arange(start, start + size), pipe.chunks) for start, size in zip(starts, sizes, strict=True)])
+    groups_ = [np.arange(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    micro = np.concatenate([np.tile(group, pipe.chunks) for group in groups_])
     return chunk, micro
 
 
@@ -151,7 +152,8 @@ def _waves(needs: Ints, forward: NDArray[np.bool_], ranks: int, actions: int) ->
     took = np.where(forward, 2, 4)
     at = np.zeros(ranks, np.int64)
     clock = np.zeros(ranks, np.int64)
-    every, waves = np.arange(ranks), []
+    every = np.arange(ranks)
+    waves: list[Ints] = []
     while True:
         open_ = every[at[every] < actions]
         if not len(open_):
