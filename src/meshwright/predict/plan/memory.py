@@ -307,7 +307,9 @@ class _Moments:
         fewest = np.array([min(kind.blocks for kind in place.rank_stages) for place in self.flat], float)
         several = np.array([len(place.rank_stages) > 1 for place in self.flat])[:, None, None]
         short = fewest[:, None, None] * self.sizes.kept + self.sizes.kept_shared
-        return np.asarray(others * np.where(several, short, self._kept()) + messages * self.hidden)
+        # On the CPU messages are let go when they have left.
+        sent = 0.0 if self.cpu else messages * self.hidden
+        return np.asarray(others * np.where(several, short, self._kept()) + sent)
 
     def spare(self, air: Sequence[Flying]) -> Array:
         """What more there may be: (places, forms, micros)."""

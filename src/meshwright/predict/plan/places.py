@@ -94,7 +94,8 @@ def flying(place: Place, micros: Array) -> Flying:
         else:
             returned = none if place.stage.first else np.minimum(micros - width, 2)
             messages = some + two + returned
-        return Flying(width - 1, messages, none, width, none)
+        between = not (place.stage.first or place.stage.last)  # the next one's receive is posted before a gradient's
+        return Flying(width - 1, messages, none, width + between * (micros > width), none)
     return _interleaved(place, micros)
 
 
@@ -115,4 +116,4 @@ def _interleaved(place: Place, micros: Array) -> Flying:
     steady = chunks * micros - ahead - 1 >= 2 * chunks * group
     least = np.where(steady, most, 0.0)
     begun = np.ceil((others + 1) / chunks)
-    return Flying(others, least, most - least, begun, np.minimum(micros, others + 1) - begun)
+    return Flying(others, least, most - least, begun, micros - begun)

@@ -101,7 +101,8 @@ class TimesOf:
         cut = np.array(cuts_of(grid)).reshape(1, -1, 1)
         units = number + first + last
         units = np.where(zero < 2, np.maximum(np.minimum(units, elements // JOIN), 1), units)
-        stride = min(strides(mesh)[axis] for axis in STATE_AXES)
+        far = strides(mesh)
+        stride = min((far[axis] for axis in STATE_AXES if getattr(mesh, axis) > 1), default=1)
         going = sent(
             parts, elements, units, ranks=mesh.dp * mesh.cp, cut=cut, zero=zero, reduce_bytes=reduce_bytes(self.run),
             stride=stride,
