@@ -59,17 +59,22 @@ class StepTime:
         return sum(time for reason, time in self.lines.items() if reason not in own)
 
 
-def step_time(run: RunSpec, layout: Layout, cluster: Cluster, parts: Parts | None = None) -> StepTime:
+def step_time(
+    run: RunSpec, layout: Layout, cluster: Cluster, parts: Parts | None = None, *, length: float | None = None
+) -> StepTime:
     """Of `run` with a resolved `layout`; all ranks are charged for the largest part of the batch.
 
-    parts: where many layouts of one run are asked for, the costs they share. Raises UserError where the cluster has
-    too few devices, and for what the schedule cannot take.
+    parts: where many layouts of one run are asked for, the costs they share. length: seconds, where the schedule has
+    been simulated already and no ranks share cores. Raises UserError where the cluster has too few devices, and for
+    what the schedule cannot take.
     """
     if layout.world > cluster.devices:
         raise UserError(f"layout: {layout.world} ranks on {cluster.devices} devices; use {cluster.devices} or fewer")
     parts = parts or parts_of(run, cluster, layout.world)
     found = _Step(run, layout, parts)
     crowded = crowd(cluster, layout.world)
+    if length is not None and crowded == 1:
+        return found.told(length, length)
     if layout.pp == 1:
         only = found.times[0]
         length = float(found.micros * (only.forward + only.backward) + only.tail + found.stages.step[0])
@@ -98,6 +103,11 @@ def _parts(model: ModelSpec, seq: int, precision: Precision, cluster: str, atten
     return Parts(model, seq, precision, whole, attention=attention, ranks=ranks)
 
 
+def _kind(stage: Stage) -> tuple[int, bool, bool]:
+    """What a stage's times depend on."""
+    return len(stage.blocks), stage.first, stage.last
+
+
 class _Step:
     """The stages of one layout, and what the lines are made of."""
 
@@ -108,8 +118,11 @@ class _Step:
         micro = min(run.batch.micro, -(-run.batch.sequences // layout.data_ranks))
         self.shard = Shard.of(layout, micro, max(len(stage.blocks) for stage in self.every))
         self.block, (self.embedding, self.head) = parts.block(self.shard), parts.ends(self.shard)
-        self.sent = [self._sent(stage) for stage in self.every]
-        self.times = [self._times(stage, sent) for stage, sent in zip(self.every, self.sent, strict=True)]
+        alike = {_kind(stage): stage for stage in self.every}
+        sent = {kind: self._sent(stage) for kind, stage in alike.items()}
+        times = {kind: self._times(stage, sent[kind]) for kind, stage in alike.items()}
+        self.sent = [sent[_kind(stage)] for stage in self.every]
+        self.times = [times[_kind(stage)] for stage in self.every]
         self.ranks = [range(rank, len(self.every), layout.pp) for rank in range(layout.pp)]
         self.publish = [self._publish(stages) for stages in self.ranks]
         self.message = self._message()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from math import isfinite
 from typing import Any
 
 from meshwright.predict.cost.step import StepTime, step_time
@@ -171,7 +172,8 @@ def choice_of(search: Search, candidate: Candidate) -> Choice:
     layout, device = candidate.layout, search.cluster.device
     run = run_of(search.run, layout, candidate.micro)
     held = memory(run, layout, search.fullest_rank(candidate), search.device)
-    time = step_time(run, layout, search.cluster, search.parts)
+    length = candidate.seconds if isfinite(candidate.seconds) else None
+    time = step_time(run, layout, search.cluster, search.parts, length=length)
     return Choice(search.run, layout, candidate.micro, time, held, device.memory, allowance(device))
 
 
