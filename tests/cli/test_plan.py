@@ -63,13 +63,28 @@ def test_json_is_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["devices"] == 4 and found["layouts"] >= found["fitting"] >= found["simulated"] >= 3
     for choice in found["choices"]:
         memory = choice["memory"]
-        parts = sum(memory[name] for name in ("states", "activations", "logits", "gathered units", "buffers", "temporaries"))
+        parts = sum(
+            memory[name] for name in ("states", "activations", "logits", "gathered units", "buffers", "temporaries")
+        )
         assert parts == memory["total"] <= memory["needed"] <= memory["capacity"] and choice["fits"]
         assert choice["days"] > 0
 
 
 def test_tokens_are_read_as_people_write_them(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "--model", "gpt2", "--cluster", "2xa100", "--seq", "1024", "--json", "--top", "1", "--with", "tp=1,pp=1"]
+    words = [
+        "plan",
+        "--model",
+        "gpt2",
+        "--cluster",
+        "2xa100",
+        "--seq",
+        "1024",
+        "--json",
+        "--top",
+        "1",
+        "--with",
+        "tp=1,pp=1",
+    ]
     assert json.loads(printed(capsys, *words, "--batch-tokens", "64Ki"))["sequences"] == 64
     assert json.loads(printed(capsys, *words, "--batch-tokens", "64k"))["sequences"] == 62
     assert "4X" in refused(capsys, *words, "--batch-tokens", "4X")

@@ -145,7 +145,9 @@ def _sequences(text: str, seq: int) -> int:
     tokens = whole(text, COUNT)
     found = round(tokens / seq)
     if not found:
-        raise UserError(f"command line: --batch-tokens {text}: less than half a sequence of {seq} tokens; use {seq} or more")
+        raise UserError(
+            f"command line: --batch-tokens {text}: less than half a sequence of {seq} tokens; use {seq} or more"
+        )
     return found
 
 

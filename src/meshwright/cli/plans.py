@@ -59,9 +59,7 @@ def explanation(choice: Choice, found: Plan) -> Iterable[RenderableType]:
         yield Text(f"beside the first, {layout_words(first.layout)}, micro-batches of {first.micro}:")
     yield Text(why_not(choice, first))
     yield titled("Seconds of a step, on the pipeline rank that computes longest", _lines(time_lines(choice, first), _s))
-    yield titled(
-        f"Memory of the fullest rank ({choice.memory.moment})", _lines(memory_lines(choice, first), size)
-    )
+    yield titled(f"Memory of the fullest rank ({choice.memory.moment})", _lines(memory_lines(choice, first), size))
 
 
 def _asked(found: Plan, tokens: int | None) -> Table:
@@ -70,7 +68,9 @@ def _asked(found: Plan, tokens: int | None) -> Table:
     rows.add_column(style="bold", no_wrap=True)
     rows.add_column()
     rows.add_row("model", f"{run.model.family}, {count(run.model):,} parameters, {run.precision}")
-    rows.add_row("cluster", f"{cluster.devices:,} × {cluster.device.name}, {cluster.nodes:,} nodes of {cluster.per_node}")
+    rows.add_row(
+        "cluster", f"{cluster.devices:,} × {cluster.device.name}, {cluster.nodes:,} nodes of {cluster.per_node}"
+    )
     step = run.batch.sequences * run.data.seq_len
     rows.add_row("step", f"{run.batch.sequences:,} sequences of {run.data.seq_len:,} tokens: {step:,} tokens")
     if tokens is not None:
@@ -97,7 +97,7 @@ def _times(choices: Sequence[Choice], tokens: int | None) -> Table:
 
 
 def _memories(choices: Sequence[Choice]) -> Table:
-    names = [name for name in [*GROUPS, "checkpoint copy"] if any(choice.held.get(name) for choice in choices)]
+    names = [*GROUPS, *(["checkpoint copy"] if choices[0].memory.device == "cpu" else [])]
     rows = table("", "", *names, "allowance", "total", figures=len(names) + 2)
     for number, choice in enumerate(choices, 1):
         cells = [size(choice.held.get(name, 0)) for name in names]
@@ -125,7 +125,9 @@ def _beside(found: Plan, tokens: int | None) -> Group:
     for name, bits in (("LoRA", 16), ("QLoRA", 4)):
         one = adapter(run, bits)  # type: ignore[arg-type]
         words = f"about {size(one.total)} on one device: {size(one.base)} of frozen weights in {bits} bits, "
-        rows.add_row(name, words + f"{size(one.states)} for adapters of rank {one.rank}, {size(one.activations)} beside")
+        rows.add_row(
+            name, words + f"{size(one.states)} for adapters of rank {one.rank}, {size(one.activations)} beside"
+        )
     parameters = count(run.model)
     rows.add_row("rule", f"16 bytes a parameter: {size(states_by_rule(parameters))} of states in all")
     if tokens is not None:

@@ -19,7 +19,7 @@ DEEP = {"tp": 4, "cp": 2, "dp": 4, "pp": 2, "pp_schedule": "interleaved", "pp_ch
 def a_run(model: str = "llama3-8b", micro: int = 2, **layout: Any) -> RunSpec:
     return RunSpec.model_validate(
         {
-            "model": PRESETS[model], "precision": "bf16", "data": {"seq_len": 8192},
+            "model": PRESETS[model], "precision": "bf16", "data": {"seq_len": min(8192, PRESETS[model].max_seq)},
             "batch": {"sequences": 64, "micro": micro}, "layout": Layout(**({"dp": 8} | layout)),
         }
     )  # fmt: skip
@@ -31,16 +31,51 @@ def arguments(text: str) -> dict[str, str]:
 
 
 # megatron/training/arguments.py and the config classes that it takes arguments from
-MEGATRON = """
-num-layers hidden-size ffn-hidden-size num-attention-heads group-query-attention num-query-groups kv-channels
-max-position-embeddings norm-epsilon untie-embeddings-and-output-weights swiglu normalization position-embedding-type
-rotary-base disable-bias-linear attention-dropout hidden-dropout add-qkv-bias qk-layernorm seq-length micro-batch-size
-global-batch-size bf16 fp16 accumulate-allreduce-grads-in-fp32 tensor-model-parallel-size pipeline-model-parallel-size
-context-parallel-size cp-comm-type sequence-parallel num-layers-per-virtual-pipeline-stage use-tp-pp-dp-mapping
-overlap-grad-reduce use-distributed-optimizer overlap-param-gather num-distributed-optimizer-instances use-megatron-fsdp
-data-parallel-sharding-strategy no-gradient-accumulation-fusion ckpt-format recompute-granularity recompute-method
-recompute-num-layers
-""".split()
+MEGATRON = [
+    "num-layers",
+    "hidden-size",
+    "ffn-hidden-size",
+    "num-attention-heads",
+    "group-query-attention",
+    "num-query-groups",
+    "kv-channels",
+    "max-position-embeddings",
+    "norm-epsilon",
+    "untie-embeddings-and-output-weights",
+    "swiglu",
+    "normalization",
+    "position-embedding-type",
+    "rotary-base",
+    "disable-bias-linear",
+    "attention-dropout",
+    "hidden-dropout",
+    "add-qkv-bias",
+    "qk-layernorm",
+    "seq-length",
+    "micro-batch-size",
+    "global-batch-size",
+    "bf16",
+    "fp16",
+    "accumulate-allreduce-grads-in-fp32",
+    "tensor-model-parallel-size",
+    "pipeline-model-parallel-size",
+    "context-parallel-size",
+    "cp-comm-type",
+    "sequence-parallel",
+    "num-layers-per-virtual-pipeline-stage",
+    "use-tp-pp-dp-mapping",
+    "overlap-grad-reduce",
+    "use-distributed-optimizer",
+    "overlap-param-gather",
+    "num-distributed-optimizer-instances",
+    "use-megatron-fsdp",
+    "data-parallel-sharding-strategy",
+    "no-gradient-accumulation-fusion",
+    "ckpt-format",
+    "recompute-granularity",
+    "recompute-method",
+    "recompute-num-layers",
+]
 
 
 def test_megatron() -> None:

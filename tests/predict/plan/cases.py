@@ -23,16 +23,18 @@ def run(model: ModelSpec = LLAMA, seq: int = 1024, sequences: int = 24, **fields
     return RunSpec.model_validate({"model": model, "data": {"seq_len": seq}, "batch": batch} | chosen)
 
 
-def cluster(nodes: int = 2, per_node: int = 4, memory: int = 10**9, network: float = 1e10, kind: str = "gpu") -> Cluster:
+def cluster(
+    nodes: int = 2, per_node: int = 4, memory: int = 10**10, network: float = 1e10, kind: str = "gpu"
+) -> Cluster:
     """Slow enough devices that messages matter beside small models."""
     peaks = Flops(fp32=1e12, bf16=4e12, fp16=4e12)
-    device = Device.model_validate(
-        {"name": "small", "kind": kind, "flops": peaks, "memory": memory, "bandwidth": 2e11}
-    )
+    device = Device.model_validate({"name": "small", "kind": kind, "flops": peaks, "memory": memory, "bandwidth": 2e11})
     links = [Link(name="near", devices=per_node, bandwidth=1e11, latency=2e-6)] if per_node > 1 else []
     if nodes > 1:
         links.append(Link(name="network", devices=nodes * per_node, bandwidth=network, latency=1e-5))
-    return Cluster(device=device, nodes=nodes, per_node=per_node, links=tuple(links), cores=8 if kind == "cpu" else None)
+    return Cluster(
+        device=device, nodes=nodes, per_node=per_node, links=tuple(links), cores=8 if kind == "cpu" else None
+    )
 
 
 def where(run: RunSpec, grid: Grid) -> list[list[Place]]:

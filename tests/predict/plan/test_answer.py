@@ -1,6 +1,7 @@
 """The answer: figures of the best layouts, what would make a run fit, and why a layout is not the first."""
 
 import pytest
+from tests.predict.plan.cases import GPT2, LLAMA, cluster, run
 
 from meshwright.predict.cost.step import step_time
 from meshwright.predict.memory import memory
@@ -12,7 +13,6 @@ from meshwright.predict.plan.scale import fewest_devices, fits, resized
 from meshwright.predict.plan.space import run_of
 from meshwright.spec.devices import cluster as named
 from meshwright.spec.errors import UserError
-from tests.predict.plan.cases import GPT2, LLAMA, cluster, run
 
 
 def test_the_choices_have_the_predictors_figures() -> None:
@@ -44,7 +44,7 @@ def test_what_is_given_is_held() -> None:
 
 def test_where_nothing_fits_each_change_would_do() -> None:
     model = LLAMA.model_copy(update={"hidden": 512, "ffn": 2048, "vocab": 32000})
-    on = cluster(1, 2, memory=3 * 10**9)
+    on = cluster(1, 2, memory=2_500_000_000)
     asked = run(model, 2048, 8)
     found = plan(asked, on)
     assert not found.choices and found.nearest is not None and not found.nearest.fits
@@ -62,7 +62,9 @@ def test_where_nothing_fits_each_change_would_do() -> None:
             assert fits(asked, resized(on, devices)) and not fits(asked, resized(on, devices - 2))
         if change.option.endswith("GB"):
             enough = found.nearest.needed + 10**6
-            assert fits(asked, cluster(1, 2, memory=enough)) and not fits(asked, cluster(1, 2, memory=enough - 2 * 10**6))
+            assert fits(asked, cluster(1, 2, memory=enough)) and not fits(
+                asked, cluster(1, 2, memory=enough - 2 * 10**6)
+            )
 
 
 def test_the_fewest_devices_hold_it_and_no_fewer() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.predict.plan.cases import GPT2, LLAMA, cluster, run, where
 
 from meshwright.predict.memory import memory
 from meshwright.predict.modes import largest
@@ -12,7 +13,6 @@ from meshwright.predict.plan.memory import MemoryOf
 from meshwright.predict.plan.space import Grid, Space, run_of
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import RunSpec
-from tests.predict.plan.cases import GPT2, LLAMA, cluster, run, where
 
 MODELS = [GPT2, GPT2.model_copy(update={"tied": False}), LLAMA, LLAMA.model_copy(update={"tied": True})]
 LARGE = LLAMA.model_copy(update={"hidden": 1024, "ffn": 4096, "vocab": 4000})  # no units are joined

@@ -4,6 +4,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+from tests.predict.plan.cases import GPT2, LLAMA, cluster, run
 
 from meshwright.predict.cost.parts import Parts
 from meshwright.predict.cost.step import step_time
@@ -13,7 +14,6 @@ from meshwright.predict.plan.search import Candidate, Result, Search
 from meshwright.predict.plan.space import Space, run_of
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.run import RunSpec
-from tests.predict.plan.cases import GPT2, LLAMA, cluster, run
 
 SMALL = 24 * 10**6  # bytes that some layouts of the small models need more than
 
@@ -33,10 +33,10 @@ def brute_force(asked: RunSpec, on: Cluster, usable: float, only: dict[str, Any]
 
 
 CASES: list[tuple[RunSpec, Cluster, dict[str, Any]]] = [
-    (run(LLAMA, 512, 8), cluster(2, 2), {"zero": 1}),
+    (run(LLAMA, 512, 4), cluster(2, 2), {"zero": 1, "recompute": "none"}),
     (run(LLAMA, 512, 8), cluster(1, 4, network=1e9), {"recompute": "none", "micro": 1}),
-    (run(GPT2, 512, 12), cluster(2, 2), {"pp": 2, "sp": False}),
-    (run(GPT2, 256, 6), cluster(2, 4), {"zero": 3, "cp": 1}),
+    (run(GPT2, 512, 12), cluster(2, 2), {"pp": 2, "sp": False, "zero": 2, "recompute": "full"}),
+    (run(GPT2, 256, 6), cluster(2, 4), {"zero": 3, "cp": 1, "recompute": "selective"}),
     (run(LLAMA, 256, 8, precision="fp32", device="cpu"), cluster(1, 4, kind="cpu"), {"recompute": "none"}),
 ]
 
@@ -110,7 +110,9 @@ def test_progress_goes_to_the_end() -> None:
     told: list[float] = []
     result = Search(run(), cluster(), top=1).run_all(lambda part, layouts: told.append(part))
     assert told == sorted(told) and told[-1] == 1.0
-    assert result.layouts == sum(int((grid.valid | [[[[False]]]]).sum() * grid.shape[2]) for grid in Space(run(), cluster()).grids())
+    assert result.layouts == sum(
+        int((grid.valid | [[[[False]]]]).sum() * grid.shape[2]) for grid in Space(run(), cluster()).grids()
+    )
 
 
 def test_where_nothing_fits_the_nearest_is_what_holds_least() -> None:

@@ -6,11 +6,11 @@ import random
 import numpy as np
 import pytest
 from pydantic import ValidationError
+from tests.predict.plan.cases import GPT2, LLAMA, checked, cluster, run
 
 from meshwright.predict.plan.space import LEAST_TOKENS, Mesh, Pipe, Sharding, Space
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec, divisors
-from tests.predict.plan.cases import GPT2, LLAMA, checked, cluster, run
 
 
 @pytest.mark.parametrize("model", [GPT2, LLAMA])
@@ -60,7 +60,9 @@ def test_fields_that_are_given_are_held() -> None:
     assert grids
     for grid in grids:
         assert grid.mesh.tp == 2 and grid.micros == (3,)
-        assert {each.zero for each in grid.shardings} == {1} and {pipe.schedule for pipe in grid.pipes} == {"interleaved"}
+        assert {each.zero for each in grid.shardings} == {1} and {pipe.schedule for pipe in grid.pipes} == {
+            "interleaved"
+        }
     with pytest.raises(ValueError, match="ep is not searched over"):
         Space(run(), cluster(), {"ep": 2})
 

@@ -4,6 +4,7 @@ import random
 
 import numpy as np
 import pytest
+from tests.predict.plan.cases import GPT2, LLAMA, cluster, run
 
 from meshwright.predict.cost.parts import Parts
 from meshwright.predict.cost.step import step_time
@@ -11,7 +12,6 @@ from meshwright.predict.plan.search import Search
 from meshwright.predict.plan.space import Space, run_of
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.model import ModelSpec
-from tests.predict.plan.cases import GPT2, LLAMA, cluster, run
 
 
 @pytest.mark.parametrize("stack", ["default", "megatron-2021", "megatron-core"])

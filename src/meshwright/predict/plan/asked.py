@@ -31,7 +31,9 @@ def _field(part: str, option: str) -> tuple[str, Any]:
     name = ALIASES.get(name, name)
     if not equals or name not in Space.FIELDS:
         hint = near(name, Space.FIELDS)
-        raise UserError(f"command line: {option} {part}: no field of a layout; there are {join(Space.FIELDS, 'and')}{hint}")
+        raise UserError(
+            f"command line: {option} {part}: no field of a layout; there are {join(Space.FIELDS, 'and')}{hint}"
+        )
     if name in LISTS:
         return name, tuple(value.split(LISTS[name]))
     if value in FLAGS:

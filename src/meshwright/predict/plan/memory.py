@@ -51,6 +51,7 @@ class MemoryOf:
         self._units: dict[int, Units] = {}
         self._states: dict[tuple[int, tuple[Kind, ...], int, int], float] = {}
         self._beside: dict[Place, dict[str, Beside]] = {}
+        self._in_flight: dict[tuple[Place, tuple[int, ...]], Flying] = {}
 
     def of(self, grid: Grid, where: Sequence[Sequence[Place]]) -> Held:
         """Of a grid's layouts. where: for each of its pipelines the places that may hold most."""
@@ -61,8 +62,7 @@ class MemoryOf:
 
     def by_place(self, grid: Grid, flat: Sequence[Place]) -> Held:
         """Of each of these places, which stand for pipelines."""
-        micros = np.array(grid.steps, float)
-        air = [flying(place, micros) for place in flat]
+        air = [self._flying(place, grid.steps) for place in flat]
         beside = [self._units_beside(place) for place in flat]
         step = _Moments(self.run, self.units(grid.mesh.tp), grid, flat, beside, self._sizes, cpu=self.cpu)
         moment = np.maximum(step.backward(air), step.update()[None, :, None, None])
@@ -77,6 +77,12 @@ class MemoryOf:
         if tp not in self._units:
             self._units[tp] = Units.of(self.run, tp)
         return self._units[tp]
+
+    def _flying(self, place: Place, steps: tuple[int, ...]) -> Flying:
+        key = place, steps
+        if key not in self._in_flight:
+            self._in_flight[key] = flying(place, np.array(steps, float))
+        return self._in_flight[key]
 
     def _units_beside(self, place: Place) -> dict[str, Beside]:
         if place not in self._beside:
@@ -269,7 +275,7 @@ class _Moments:
             beside = 2 * self.hidden + self.whole + self.scattered
             moments.append(s.mlp + shared + d * factors * self.width * self.size + factors * self.ffn + beside)
             moments.append(s.qkv + d * self.qkv * self.size + self.heads + beside)
-        return np.maximum.reduce(np.broadcast_arrays(*moments))
+        return np.asarray(np.maximum.reduce(np.broadcast_arrays(*moments)))
 
     def _loss(self) -> Array:
         found = (
@@ -321,10 +327,20 @@ class _Moments:
         first = np.array([len(p.rank_stages) > 1 and p.rank_stages[0].first for p in self.flat])[:, None, None]
         found = others * (unlike * self.sizes.kept + np.where(first, self.sizes.embedding, 0.0))
         found += messages * self.hidden + begun * self._inputs()
+        found += self._late_logits()
         selective = any(form.recompute == "selective" for form in self.grid.forms)
         if self.cpu or (selective and written_out(self.run, cpu=self.cpu)):
             return np.full_like(found, np.inf)
         return np.asarray(found + 3 * self._narrow())
+
+    def _late_logits(self) -> Array:
+        """On an interleaved rank with the head: where groups of micro-batches are not alike, a few more may be in flight
+        behind it than one."""
+        ranks = [len(place.rank_stages) if place.rank_stages[-1].last else 0 for place in self.flat]
+        chunks = np.array([number if number > 1 else 0 for number in ranks], float)[:, None, None]
+        steps, pp = np.array(self.grid.steps), self.grid.mesh.pp
+        uneven = steps % np.maximum(steps // pp, 1) > 0
+        return np.asarray(chunks * uneven * (self.sizes.logits + self.sizes.loss))
 
     def _narrow(self) -> float:
         """Copies in the dtype of a reduction at ZeRO 0 and 1, of units that may be joined: so much each at most."""

@@ -72,7 +72,9 @@ def changes(search: Search, nearest: Candidate) -> Iterator[Change]:
     if run.precision in ("bf16", "fp16") and run.grad_dtype == "auto":
         narrow = run.model_copy(update={"grad_dtype": run.precision})
         if fits(narrow, cluster, only):
-            yield Change(f"gradients in {run.precision}, which adds them up less exactly", f"grad_dtype={run.precision}")
+            yield Change(
+                f"gradients in {run.precision}, which adds them up less exactly", f"grad_dtype={run.precision}"
+            )
     if run.loss == "full" and run.precision != "fp16":
         chunked = run.model_copy(update={"loss": "chunked"})
         if fits(chunked, cluster, only):

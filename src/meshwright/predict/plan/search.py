@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,6 +78,17 @@ class Result:
     cut_short: bool = False
 
 
+class _Found(NamedTuple):
+    """The layouts of a grid that may fit: their places in it as one number each, what no simulation of them is below,
+    the bytes that they hold at least, and whether they may hold too much."""
+
+    grid: Grid
+    flat: NDArray[np.int64]
+    least: Array
+    held: Array
+    unsure: NDArray[np.bool_]
+
+
 class Search:
     """A search for the `top` best layouts of `run`, whose own layout and batch.micro do not matter, on `cluster`.
 
@@ -107,11 +118,7 @@ class Search:
         self._stages: dict[tuple[int, int], tuple[Stage, ...]] = {}
         self._orders: dict[tuple[Pipe, int, int], Order] = {}
         self._fullest: dict[tuple[int, Pipe], list[Where]] = {}
-        self._grids: list[Grid] = []
-        self._bounds: list[Array] = []
-        self._where: list[NDArray[np.int64]] = []  # of each bound the grid, and the place in it as one number
-        self._held: list[Array] = []
-        self._unsure: list[NDArray[np.bool_]] = []
+        self._found: list[_Found] = []
 
     def run_all(self, progress: Progress | None = None) -> Result:
         """Search. Where it is interrupted (KeyboardInterrupt) the best so far are the result."""
@@ -162,11 +169,8 @@ class Search:
         forms, micros = zip(*columns, strict=True)
         least[:, :, forms, micros] = self.bounds(grid, columns)
         flat = np.flatnonzero(fits)
-        self._where.append(np.stack([np.full(len(flat), len(self._grids)), flat]))
-        self._grids.append(grid)
-        self._bounds.append(least.ravel()[flat])
-        self._held.append(held.least.ravel()[flat])
-        self._unsure.append(((held.least + held.spare).ravel() > self.result.usable)[flat])
+        unsure = (held.least + held.spare > self.result.usable).ravel()[flat]
+        self._found.append(_Found(grid, flat, least.ravel()[flat], held.least.ravel()[flat], unsure))
 
     def bounds(self, grid: Grid, columns: Sequence[tuple[int, int]]) -> Array:
         """Seconds that no layout of the columns is below, of shape (pipelines, shardings, columns)."""
@@ -207,23 +211,24 @@ class Search:
 
     def _simulate(self, enough: int | None = None) -> None:
         """Simulate in the order of the bounds, until no other can be among the best. enough: at most so many."""
-        if not self._bounds:
+        if not self._found:
             return
-        found, result = np.concatenate(self._bounds), self.result
-        places_ = np.concatenate(self._where, axis=1)
-        held, unsure = np.concatenate(self._held), np.concatenate(self._unsure)
-        for batch in _in_order(found, held):
+        every, result = self._found, self.result
+        least, held = (np.concatenate([getattr(each, of) for each in every]) for of in ("least", "held"))
+        ends = np.cumsum([len(each.flat) for each in every])
+        for batch in _in_order(least, held):
             if enough is not None and result.simulated >= enough:
                 return
-            last = self._last
-            batch = batch[found[batch] <= last * ROUNDING]
+            batch = batch[least[batch] <= self._last * ROUNDING]
             if not len(batch):
                 return
-            leaders = [
-                (self._grids[grid], _place(self._grids[grid], at), float(held[each]))
-                for each, (grid, at) in zip(batch, places_[:, batch].T, strict=True)
-                if not unsure[each] or self._fits(int(grid), int(at))
-            ]
+            leaders = []
+            for number in batch:
+                which = int(np.searchsorted(ends, number, side="right"))
+                of, at = every[which], int(number - ends[which])  # counted from its end
+                place = _place(of.grid, int(of.flat[at]))
+                if not of.unsure[at] or self._fits(of.grid, place):
+                    leaders.append((of.grid, place, float(of.held[at])))
             self._take(leaders)
 
     @property
@@ -269,14 +274,12 @@ class Search:
             self._orders[key] = order_of(pipe, ranks, micros)
         return self._orders[key]
 
-    def _fits(self, grid: int, at: int) -> bool:
+    def _fits(self, grid: Grid, place: Place) -> bool:
         """Whether a layout fits by predict/memory.py."""
-        here = self._grids[grid]
-        place = _place(here, at)
-        layout = here.layout(place)
-        run, device = run_of(self.run, layout, here.micro(place)), self.device
-        ranks = {layout.rank_at({"pp": each.rank}) for each in self._places(here)[place[0]]}
-        return all(memory(run, layout, rank, device).total <= self.result.usable for rank in ranks)
+        layout = grid.layout(place)
+        run = run_of(self.run, layout, grid.micro(place))
+        ranks = {layout.rank_at({"pp": each.rank}) for each in self._places(grid)[place[0]]}
+        return all(memory(run, layout, rank, self.device).total <= self.result.usable for rank in ranks)
 
     def fullest_rank(self, candidate: Candidate) -> int:
         """The number of the rank that holds most."""
