@@ -39,7 +39,7 @@ def test_the_fullest_rank_holds_what_is_predicted_of_it(model: ModelSpec, way: d
         exact = largest(run_of(asked, layout, grid.micro(place)), layout, "cuda").total
         least, spare = held.least[place], held.spare[place]
         assert least <= exact <= least + spare, (layout, grid.micro(place))
-        simple = layout.pp_chunks == 1 and not way.keys() & {"attention", "reduce_dtype"}
+        simple = layout.pp == 1 and not way.keys() & {"attention", "reduce_dtype"}
         assert spare == 0 or not simple, layout  # then it is exact
 
 

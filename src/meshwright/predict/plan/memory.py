@@ -5,8 +5,8 @@ units are gathered or on their way. The same goes for ranks (places.py). Everyth
 the predictors of a single run (sizes.py, predict/params.py); what is said here is how moments add up, and tests hold
 that to predict/memory.py, byte for byte.
 
-Exact on accelerators but for what `spare` counts: an interleaved rank's other stages may differ by a block, and have
-sent a few messages more or less. On the CPU, whose buffers for sums are kept, it is the least that a rank holds.
+Exact on accelerators but for what `spare` counts: a pipeline rank may hold a few messages more, and an interleaved
+rank's other stages may differ by a block. On the CPU, which keeps buffers for sums, it is the least that a rank holds.
 """
 
 from __future__ import annotations
@@ -334,8 +334,8 @@ class _Moments:
         return np.asarray(found + 3 * self._narrow())
 
     def _late_logits(self) -> Array:
-        """On an interleaved rank with the head: where groups of micro-batches are not alike, a few more may be in flight
-        behind it than one."""
+        """On an interleaved rank with the head: where groups of micro-batches are not alike, more than one may be in
+        flight behind it."""
         ranks = [len(place.rank_stages) if place.rank_stages[-1].last else 0 for place in self.flat]
         chunks = np.array([number if number > 1 else 0 for number in ranks], float)[:, None, None]
         steps, pp = np.array(self.grid.steps), self.grid.mesh.pp

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.predict.plan.space import Pipe
+from meshwright.schedule.messages import AHEAD
 from meshwright.spec.stages import Stage
 from meshwright.spec.traffic import SENT_AT_ONCE
 
@@ -86,9 +87,10 @@ def flying(place: Place, micros: Array) -> Flying:
     none = np.zeros_like(micros)
     if place.pp == 1:
         return Flying(none, none, none, none + 1, none)
-    some, two = np.minimum(micros - 1, 1), np.minimum(micros, 2)
+    # How early receives are posted is the generators' affair: by AHEAD one or two more are there than is counted here.
+    some, two, early = np.minimum(micros - 1, 1), np.minimum(micros, 2), none + AHEAD
     if place.pipe.schedule == "gpipe":
-        return Flying(micros - 1, none if place.stage.last else some + two, none, micros, none)
+        return Flying(micros - 1, none if place.stage.last else some + two, early, micros, none)
     if place.pipe.schedule == "1f1b":
         width = np.minimum(micros, place.pp - place.rank)
         if place.stage.last:
@@ -96,8 +98,7 @@ def flying(place: Place, micros: Array) -> Flying:
         else:
             returned = none if place.stage.first else np.minimum(micros - width, 2)
             messages = some + two + returned
-        between = not (place.stage.first or place.stage.last)  # the next one's receive is posted before a gradient's
-        return Flying(width - 1, messages, none, width + between * (micros > width), none)
+        return Flying(width - 1, messages, early, width, np.minimum(early, micros - width))
     return _interleaved(place, micros)
 
 
@@ -115,7 +116,7 @@ def _interleaved(place: Place, micros: Array) -> Flying:
     loose = (~received | (micros % pp > 0)).astype(float)
     least = np.maximum(messages + received - 2 * loose, 0)
     begun = np.ceil((others + 1) / chunks)
-    return Flying(others, least, 5 * loose, begun, micros - begun)
+    return Flying(others, least, AHEAD + 5 * loose, begun, micros - begun)
 
 
 def _sent(place: Place, micros: int, ahead: int) -> int:

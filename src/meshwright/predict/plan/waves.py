@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.predict.plan.space import Pipe
+from meshwright.schedule.messages import AHEAD
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -189,7 +190,7 @@ def _posted(
         sent = key[rank, senders]  # ascending
         behind = np.searchsorted(sent, keys, side="right")  # sends of later messages
         limit = np.append(senders + 1, actions)[behind]
-        latest = np.minimum(np.maximum(consumers - 1, 0), limit)
+        latest = np.minimum(np.maximum(consumers - AHEAD, 0), limit)
         latest = np.minimum.accumulate(latest[::-1])[::-1]
         posted[rank, consumers] = np.where(latest > 0, rank * actions + latest - 1, NONE)
         for way in (True, False):
