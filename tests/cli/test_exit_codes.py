@@ -66,7 +66,7 @@ def test_what_commands_return() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["bogus"], "no command 'bogus'; there are train, predict, verify"),
+        (["bogus"], "no command 'bogus'; there are train, predict, plan, verify"),
         (["predict", "--bogus"], "No such option '--bogus'"),
         (["train", "--lr", "3"], "Fields are given without dashes: optimizer.lr=…"),
         (["train", "--every=3"], "validation.every=… or checkpoint.every=…"),
@@ -95,7 +95,9 @@ def test_help_names_every_command_and_has_examples(capsys: pytest.CaptureFixture
     for command in COMMANDS:
         assert run([command, "-h"]) == 0
         said = capsys.readouterr().out
-        example = {"checkpoint": "inspect runs/demo", "schedule": "1f1b --stages 4"}.get(command, "run.yaml")
+        example = {"checkpoint": "inspect runs/demo", "schedule": "1f1b --stages 4", "probe": "--ranks 4"}.get(
+            command, "run.yaml"
+        )
         assert f"meshwright {command} {example}" in said
         assert "exit codes:" in said.lower()
     assert run(["--version"]) == 0

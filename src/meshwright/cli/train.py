@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from meshwright.cli.common import check_ranks, console, load, run_options, say, split
+from meshwright.cli.common import check_ranks, console, read, resolved, run_options, say, split
+from meshwright.cli.planned import planned
 from meshwright.comm.place import launched, place
 from meshwright.spec.errors import UserError
+from meshwright.spec.exits import ANSWER_NO
 from meshwright.train.lock import locked
 from meshwright.train.signals import StopFlag, die_with_parent, ended_by_signals
 
@@ -62,6 +64,7 @@ def command(
     meshwright train run.yaml                               a run file
     meshwright train run.yaml layout.dp=4 optimizer.lr=3e-4 fields replaced
     meshwright train model=gpt2-tiny model.layers=6 data.path=book.txt out=runs/book
+    meshwright train run.yaml layout=auto                   in the layout that is planned to be fastest here
     meshwright train run.yaml --show                        the resolved run, as YAML
     meshwright train run.yaml --max-restarts 3              a rank that dies is started again, with all others
     meshwright train run.yaml --ranks 8 --nnodes 1:4 --rdzv-endpoint node0:29400     the same on each of 1 to 4 nodes
@@ -72,6 +75,7 @@ def command(
       0    trained to the last step
       1    failed while running; the report names rank and step
       2    wrong input; nothing was started
+      3    layout=auto: no layout fits
       130  interrupted, 143 terminated: the step was finished and saved first
     """
     if fields:
@@ -86,7 +90,10 @@ def command(
         with ended_by_signals():
             meeting = (nnodes, rdzv_endpoint, rdzv_id, local_addr)
             return _launch_node(words, ranks, meeting, Options(quiet, verbose, debug, max_restarts))
-    run = load(words, _ranks(ranks))
+    written = read(words)
+    run = planned(written, _ranks(ranks), quiet) if written.plans else resolved(written.run(), _ranks(ranks))
+    if run is None:
+        return ANSWER_NO
     if show:
         from meshwright.spec.load import dump_run
 

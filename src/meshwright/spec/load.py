@@ -23,6 +23,7 @@ from meshwright.spec.words import FieldRow, expected, paths, section_of, show
 from meshwright.spec.written import Mistakes, Node, dump, parse, read
 
 PRESET = "preset"
+AUTO = "auto"
 RUN = Form(RunSpec, "a run", {ModelSpec: (PRESET,)})
 
 
@@ -54,8 +55,25 @@ class Written:
                 raise Mistakes(*mistakes)
             return cls(root)
 
+    @property
+    def plans(self) -> bool:
+        """Whether the layout is to be planned: `layout: auto`."""
+        layout = self._root.value.get("layout")
+        return layout is not None and layout.value == AUTO
+
+    def to_plan(self) -> RunSpec:
+        """The run without its layout, which is to be planned; it has that of `RunSpec` instead. Raises UserError."""
+        with told_together():
+            rest = {name: node for name, node in self._root.value.items() if name != "layout"}
+            return _validated(dataclasses.replace(self._root, value=rest))
+
     def run(self, **options: str) -> RunSpec:
         """The run, checked, with fields of its top level replaced by options of the command line. Raises UserError."""
+        if self.plans:
+            raise UserError(
+                f"{told(self._root.value['layout'], 'layout')}: auto is planned by `meshwright train`, without "
+                "--nnodes; write the layout that `meshwright plan` finds"
+            )
         replaced = {
             name: Node(value, f"{COMMAND_LINE}: --{name} {value}", Path(), value) for name, value in options.items()
         }

@@ -133,7 +133,10 @@ class RunSpec(Part):
     model: ModelSpec = Field(PRESETS["llama-tiny"], description="preset, fields over a preset, or a config.json")
     data: Data = Field(Data(), description="where tokens come from")
     batch: Batch = Field(Batch(), description="sequences in a step")
-    layout: Layout = Field(Layout(), description="ranks on each axis, ZeRO stage, recompute")
+    layout: Layout = Field(Layout(), description="ranks on each axis, ZeRO stage, recompute; auto: planned")
+    cluster: Text | None = Field(
+        None, description="layout=auto: what to plan for, 8x8xh100 or a cluster file; null: this machine"
+    )
     precision: Literal["fp32", "bf16", "fp16", "float64"] = Field(
         "fp32", description="dtype of parameters and compute; bf16 and fp16 keep master weights and moments in fp32"
     )
