@@ -13,6 +13,7 @@ from meshwright.schedule import make
 from meshwright.schedule.timeline import simulate
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.devices import cluster
+from meshwright.spec.errors import UserError
 from meshwright.spec.layout import Layout
 from meshwright.spec.run import Batch, Data, RunSpec
 
@@ -76,6 +77,25 @@ def test_groups_of_a_size_nobody_measured_take_as_long_as_the_nearest_by_a_rings
 
 def test_a_curve_never_falls():
     assert curve({4000: 2e-4, 1000: 3e-4, 9000: 5e-4}) == ((1000, 3e-4), (4000, 3e-4), (9000, 5e-4))
+
+
+@pytest.mark.parametrize(
+    ("constants", "where"),
+    [
+        ({"collectives": 3}, "collectives: not as"),
+        ({"collectives": [*ROWS, ["all_reduce", 2]]}, r"collectives\[3\]"),
+        ({"collectives": [["all_reduce", 2, 2, []]]}, r"collectives\[0\]\[3\]"),
+        ({"collectives": [["all_reduce", 2, 2, [[1000, -1e-4]]]]}, r"collectives\[0\]\[3\]\[0\]\[1\]"),
+        ({"collectives": [["all_reduse", 2, 2, [[1000, 1e-4]]]]}, r"collectives\[0\]\[0\]"),
+        ({"busy": [[2]]}, r"busy\[0\]"),
+        ({"threads": 2}, "threads: not as `meshwright probe` writes it"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["cpu", "h100"])
+def test_tables_that_are_none_are_refused_in_words(constants: dict[str, Any], where: str, kind: str):
+    asked = cluster(f"2x{kind}").model_copy(update={"constants": constants})
+    with pytest.raises(UserError, match=where):
+        step_time(RunSpec(), Layout(dp=2), asked)
 
 
 class TestStretched:

@@ -15,6 +15,7 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from meshwright.predict.cost.cpu import check_table
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.errors import UserError
 from meshwright.spec.words import join, near
@@ -185,3 +186,5 @@ def _check(name: str, value: object) -> None:
         right = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         if not right or float(str(value)) < 0 or (value == 0 and name in DIVIDE):
             raise UserError(f"cluster.constants.{name}={value}: use a number {'above 0' if name in DIVIDE else '≥ 0'}")
+    else:
+        check_table(name, value)

@@ -12,18 +12,30 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 
 from meshwright.schedule.timeline import Timeline
 from meshwright.spec.cluster import Cluster, Flops
+from meshwright.spec.errors import UserError
 from meshwright.spec.traffic import Operation
 
 Array = NDArray[np.float64]
 Row = tuple[Operation, int, int, tuple[tuple[int, float], ...]]
 """A collective that was measured: ranks at once in all, ranks of a group, and (bytes, seconds), ascending."""
+_Points = tuple[tuple[PositiveInt, PositiveFloat], ...]
+_Curve = Annotated[_Points, Field(min_length=1)]
+_TABLES: dict[str, tuple[TypeAdapter[Any], str]] = {
+    "threads": (TypeAdapter(_Points), "[[2, 1.8], …]: threads, and how many times faster than one"),
+    "busy": (TypeAdapter(_Points), "[[2, 1.1], …]: ranks, and how much slower each is"),
+    "collectives": (
+        TypeAdapter(tuple[tuple[Operation, PositiveInt, PositiveInt, _Curve], ...]),
+        "[[all_reduce, 2, 2, [[1024, 1e-4], …]], …]: operation, ranks at once, ranks of a group, seconds by bytes",
+    ),
+}
 THREADS = 0.7
 """Part of a core that each further thread of a rank is worth where nobody measured it."""
 
@@ -35,6 +47,8 @@ def shared(cluster: Cluster, ranks: int) -> Cluster:
     """
     if cluster.device.kind != "cpu":
         return cluster
+    for name, value in cluster.constants.items():
+        check_table(name, value)
     here, cores = _local(cluster, ranks), _cores(cluster)
     speed = _threads(cluster, max(cores // here, 1)) / _between(cluster.constants.get("busy", ()), here)
     flops = {name: each * speed for name, each in cluster.device.flops.model_dump(exclude_none=True).items()}
@@ -50,6 +64,18 @@ def crowd(cluster: Cluster, ranks: int) -> float:
     if cluster.device.kind != "cpu":
         return 1.0
     return max(_local(cluster, ranks) / _cores(cluster), 1.0)
+
+
+def check_table(name: str, value: object) -> None:
+    """Raise UserError for a measured table that is none; other constants are not looked at."""
+    if name not in _TABLES:
+        return
+    kind, right = _TABLES[name]
+    try:
+        kind.validate_python(value)
+    except ValidationError as error:
+        where = "".join(f"[{part}]" for part in error.errors()[0]["loc"] if isinstance(part, int))
+        raise UserError(f"cluster.constants.{name}{where}: not as `meshwright probe` writes it, {right}") from None
 
 
 def _local(cluster: Cluster, ranks: int) -> int:
