@@ -120,7 +120,7 @@ def test_only_the_last_stage_keeps_logits() -> None:
 
 
 def test_the_load_beside_a_backward() -> None:
-    """On stage 1 of 1f1b: of micro-batch 0's backward two others are in flight, and the next two inputs are asked for."""
+    """Stage 1 of 1f1b: of micro-batch 0's backward two others are in flight, and the next two inputs are asked for."""
     run, layout = run_of(8), pipeline()
     (load,) = Flight(run, layout, 1, cpu=True).heaviest()
     assert (load.stage.index, load.micro, load.others) == (1, (1, 16), 2)

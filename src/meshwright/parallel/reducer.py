@@ -27,7 +27,7 @@ from meshwright.spec.run import UNDER_WAY
 
 
 class _Call:
-    """Autograd's call at each gradient of a parameter; it may rest where autograd adds to the unit's buffer by itself."""
+    """Autograd's call at each gradient of a parameter; it may rest where autograd adds to the buffer by itself."""
 
     def __init__(self, unit: Unit, index: int, parameter: nn.Parameter, arrived: Callable[[Tensor], None]) -> None:
         self._unit, self._index, self._arrived = unit, index, arrived
