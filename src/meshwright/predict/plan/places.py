@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -103,48 +102,20 @@ def flying(place: Place, micros: Array) -> Flying:
 
 
 def _interleaved(place: Place, micros: Array) -> Flying:
-    """See schedule/interleaved.py: the first backward of a chunk comes behind those of a group on each later chunk."""
+    """See schedule/interleaved.py: the first backward of a chunk comes behind those of a group on each later chunk.
+
+    Behind two rounds of groups each stage has sent two messages each way; in shorter steps nobody counts them here.
+    """
     chunks, pp = place.pipe.chunks, place.pp
     group = np.ceil(micros / np.maximum(micros // pp, 1))
     ahead = 2 * (pp - place.rank - 1) + (chunks - 1) * group
     before = (chunks - 1 - place.chunk) * group
     others = np.minimum(chunks * micros - before, ahead + 1) - 1
-    messages = np.array([float(_sent(place, int(m), int(a))) for m, a in zip(micros, ahead, strict=True)])
-    # One is received for what comes next. Short steps, and groups that are not of pp, shift the lists of neighbours
-    # against each other by a few messages.
-    received = chunks * micros - ahead - 1 > before
-    loose = (~received | (micros % pp > 0)).astype(float)
-    least = np.maximum(messages + received - 2 * loose, 0)
+    ways = sum((not stage.first) + (not stage.last) for stage in place.rank_stages)
+    steady = chunks * micros - ahead - 1 >= 2 * chunks * group
+    # Groups that are not of pp shift the lists of neighbours against each other by a few messages.
+    loose = 2.0 * (micros % pp > 0)
+    sent = float(SENT_AT_ONCE * ways)
+    least = np.where(steady, np.maximum(sent - loose, 0), 0.0)
     begun = np.ceil((others + 1) / chunks)
-    return Flying(others, least, AHEAD + 5 * loose, begun, micros - begun)
-
-
-def _sent(place: Place, micros: int, ahead: int) -> int:
-    """Messages that an interleaved rank has sent and not let go, the last two of each way, at the last backward of the
-    chunk before its forwards come to an end, so that most are in flight."""
-    chunks = place.pipe.chunks
-    starts = _group_starts(place.pp, micros)
-    runs = list(pairwise(starts))
-    # In each group a chunk's backwards stand together, those of later chunks before them.
-    first = [chunks * start + (chunks - 1 - place.chunk) * (stop - start) for start, stop in runs]
-    last = max(chunks * micros - ahead - 1, first[0])
-    at = max(
-        min(last, begin + stop - start - 1) for begin, (start, stop) in zip(first, runs, strict=True) if begin <= last
-    )
-    done = min(chunks * micros, ahead + 1 + at)
-    sent = 0
-    for chunk, stage in enumerate(place.rank_stages):
-        for way, behind, number in ((not stage.first, chunks - 1 - chunk, at), (not stage.last, chunk, done)):
-            if way:
-                counts = (
-                    min(max(number - chunks * start - behind * (stop - start), 0), stop - start) for start, stop in runs
-                )
-                sent += min(sum(counts), SENT_AT_ONCE)
-    return sent
-
-
-def _group_starts(pp: int, micros: int) -> list[int]:
-    """Where micro-batches are cut into groups."""
-    number = max(micros // pp, 1)
-    each, more = divmod(micros, number)
-    return [group * each + min(group, more) for group in range(number + 1)]
+    return Flying(others, least, sent + AHEAD + 1 + loose - least, begun, micros - begun)
