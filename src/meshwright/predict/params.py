@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from meshwright.spec.cuts import Cut, local_shape
 from meshwright.spec.joining import joined
@@ -94,14 +95,19 @@ def tensors(spec: ModelSpec, layout: Layout | None = None, stage: Stage | None =
     layout: by whose `tp` and `sp` they are cut. stage: of a pipeline, whose parameters alone are asked for. A tied
     table is both ends' then: the first looks rows of it up, the last multiplies with it.
     """
-    stage = stage or whole(spec)
+    tp, sp = (1, False) if layout is None else (layout.tp, layout.sp)
+    return _tensors(spec, stage or whole(spec), tp, sp)
+
+
+@lru_cache(maxsize=64)
+def _tensors(spec: ModelSpec, stage: Stage, tp: int, sp: bool) -> tuple[TensorSpec, ...]:
     family = _gpt2 if spec.family == "gpt2" else _llama
     found = (_at_an_end(tensor, stage) for tensor in family(spec, stage.blocks))
     held = [tensor for tensor in found if tensor is not None]
-    if layout is None or layout.tp == 1:
+    if tp == 1:
         return tuple(held)
     splits = plan(spec)
-    return tuple(_dealt_out(tensor, splits, layout, spec) for tensor in held)
+    return tuple(_dealt_out(tensor, splits, tp, sp, spec) for tensor in held)
 
 
 def _at_an_end(tensor: TensorSpec, stage: Stage) -> TensorSpec | None:
@@ -114,13 +120,13 @@ def _at_an_end(tensor: TensorSpec, stage: Stage) -> TensorSpec | None:
     return tensor if (stage.first if tensor.lookup else stage.last) else None
 
 
-def _dealt_out(tensor: TensorSpec, splits: dict[str, Split], layout: Layout, spec: ModelSpec) -> TensorSpec:
+def _dealt_out(tensor: TensorSpec, splits: dict[str, Split], tp: int, sp: bool, spec: ModelSpec) -> TensorSpec:
     module = tensor.name.rpartition(".")[0]
     split = found(splits, module)
     # GPT-2's blocks have matrices [in, out], all else [out, in]; a table of words has them first either way.
     outputs = 1 if spec.family == "gpt2" and tensor.block is not None else 0
-    cut = None if split is None else cut_of(split, tensor.shape, outputs, layout.tp)
-    return replace(tensor, cut=cut, summed=summed(split, tensor.shape, cut, layout.sp))
+    cut = None if split is None else cut_of(split, tensor.shape, outputs, tp)
+    return replace(tensor, cut=cut, summed=summed(split, tensor.shape, cut, sp))
 
 
 def count(spec: ModelSpec) -> int:
