@@ -118,4 +118,5 @@ def _interleaved(place: Place, micros: Array) -> Flying:
     sent = float(SENT_AT_ONCE * ways)
     least = np.where(steady, np.maximum(sent - loose, 0), 0.0)
     begun = np.ceil((others + 1) / chunks)
-    return Flying(others, least, sent + AHEAD + 1 + loose - least, begun, micros - begun)
+    spare = np.asarray(sent + AHEAD + 1 + loose - least, dtype=np.float64)
+    return Flying(others, least, spare, begun, micros - begun)
