@@ -67,11 +67,11 @@ def command(
     them: 4M is 4·10⁶, 4Mi is 4·2²⁰. Ctrl-C ends a long search with the best so far.
 
     \b
+    meshwright plan run.yaml --cluster 8xa100 --with pp=1
     meshwright plan --model llama3-70b --cluster 8x8xh100 --seq 8192 --batch-tokens 4M
     meshwright plan --model my/config.json --cluster cluster.yaml --batch 1536 --tokens 15T --top 20 --json
     meshwright plan --model llama2-7b --cluster 8xa100 --batch 64 --explain tp=8
     meshwright plan --model llama2-7b --cluster 8xa100 --batch 64 --emit run.yaml
-    meshwright plan run.yaml grad_dtype=bf16 --cluster 8xa100 --with pp=1
 
     Exit codes: 0 done, 2 wrong input, 3 nothing fits, 130 interrupted.
     """

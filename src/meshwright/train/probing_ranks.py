@@ -93,6 +93,7 @@ def measure(mesh_of: dict[int, Mesh], timer: Timer) -> list[tuple[Operation, int
     What is kept is by how much computing takes longer that a collective follows. Ranks that compute never come at quite
     the same moment, and find caches full of other things; one collective after another would be done much sooner.
     """
+    everybody = next(iter(mesh_of.values())).world_group
     works: dict[tuple[int, int, Operation], Work] = {}
     for ranks, mesh in mesh_of.items():
         for size in sizes(timer):
@@ -103,22 +104,20 @@ def measure(mesh_of: dict[int, Mesh], timer: Timer) -> list[tuple[Operation, int
     for turn in range(timer.effort.rounds + 1):
         for key, work in works.items():
             repeats = 2 if key[1] > 1 << 18 or timer.effort.small else 4
-            alone = _repeated(timer, repeats, between)
-            both = _repeated(timer, repeats, between, work)
+            alone = _repeated(everybody, timer, repeats, between)
+            both = _repeated(everybody, timer, repeats, between, work)
             if turn:  # the first connects
                 took[key].append(both - alone)
     rows: dict[tuple[Operation, int], dict[int, float]] = {}
     for (ranks, size, operation), times in took.items():
         half = 2 if operation == "send" else 1
         rows.setdefault((operation, ranks), {})[size] = max(_short(statistics.median(times) / half), LEAST)
-    return [
-        (operation, dist.get_world_size(), ranks, curve(points)) for (operation, ranks), points in sorted(rows.items())
-    ]
+    return [(operation, everybody.size, ranks, curve(points)) for (operation, ranks), points in sorted(rows.items())]
 
 
-def _repeated(timer: Timer, repeats: int, *works: Work) -> float:
+def _repeated(everybody: Group, timer: Timer, repeats: int, *works: Work) -> float:
     """Seconds of all `works` one after another, of so many times."""
-    dist.barrier()
+    everybody.barrier("probe")
     start = time.perf_counter()
     for _ in range(repeats):
         for work in works:
@@ -142,7 +141,7 @@ def relay(group: Group, timer: Timer, tokens: int) -> float:
             if (group.rank - hop - 1) % apart == 0:
                 group.recv(t, before, reason="probe", phase="forward").wait()
 
-    times = [_repeated(timer, 1, round_) / hops for _ in range(timer.effort.rounds)]
+    times = [_repeated(group, timer, 1, round_) / hops for _ in range(timer.effort.rounds)]
     return statistics.median(times)
 
 
@@ -153,18 +152,18 @@ def uneven(group: Group, timer: Timer, cores: int) -> float:
     return min(max((many / alone - 1) / (group.size / cores - 1), 0.0), 1.0)
 
 
-def busy(timer: Timer, step: Work, counts: Sequence[int]) -> list[tuple[int, float]]:
+def busy(everybody: Group, timer: Timer, step: Work, counts: Sequence[int]) -> list[tuple[int, float]]:
     """Seconds of `step` on rank 0 while so many ranks do the same and the others wait, for each of `counts`."""
     times: dict[int, list[float]] = {ranks: [] for ranks in counts}
     for _ in range(timer.effort.rounds):
         for ranks, took in times.items():
-            dist.barrier()
+            everybody.barrier("probe")
             start = time.perf_counter()
-            if dist.get_rank() < ranks:
+            if everybody.rank < ranks:
                 step()
                 timer.wait()
             took.append(time.perf_counter() - start)
-    dist.barrier()
+    everybody.barrier("probe")
     return [(ranks, statistics.median(took)) for ranks, took in times.items()]
 
 
@@ -175,7 +174,7 @@ def contention(group: Group, timer: Timer, step: Work) -> float:
     took: dict[str, list[float]] = {"both": [], "computing": [], "moving": []}
     for _ in range(timer.effort.rounds):
         for what, times in took.items():
-            dist.barrier()
+            group.barrier("probe")
             start = time.perf_counter()
             pending = [
                 group.all_reduce(t, reason="probe", phase="backward", async_=True)
@@ -210,7 +209,7 @@ def main(folder: Path) -> None:
     step()
     found = {
         "collectives": rows,
-        "busy": busy(timer, step, [1, *groups]),
+        "busy": busy(meshes[world].world_group, timer, step, [1, *groups]),
         "contention": contention(meshes[world].group("tp"), timer, step),
     }
     cores = len(os.sched_getaffinity(0)) if device.type == "cpu" else world
