@@ -147,8 +147,14 @@ def units(
     join: units are joined until a rank holds as many parameters of each (see spec/joining.py), except the tied one;
     never those of two stages. layout, stage: as for `tensors`.
     """
+    tp, sp = (1, False) if layout is None else (layout.tp, layout.sp)
+    return dict(_units(spec, join, stage or whole(spec), tp, sp))
+
+
+@lru_cache(maxsize=256)
+def _units(spec: ModelSpec, join: int, stage: Stage, tp: int, sp: bool) -> dict[str, UnitSpec]:
     groups: dict[str, list[TensorSpec]] = {}
-    for tensor in tensors(spec, layout, stage):
+    for tensor in _tensors(spec, stage, tp, sp):
         groups.setdefault(tensor.unit, []).append(tensor)
     sizes = ((name, sum(t.local_numel for t in group)) for name, group in groups.items())
     tied = {name for name, group in groups.items() if any(t.tied for t in group)}
@@ -162,7 +168,13 @@ def unit_counts(
     spec: ModelSpec, join: int = 0, layout: Layout | None = None, stage: Stage | None = None
 ) -> dict[str, int]:
     """Number of parameters of each unit that a rank holds where ZeRO cuts nothing."""
-    return {name: unit.numel for name, unit in units(spec, join, layout, stage).items()}
+    tp, sp = (1, False) if layout is None else (layout.tp, layout.sp)
+    return dict(_unit_counts(spec, join, stage or whole(spec), tp, sp))
+
+
+@lru_cache(maxsize=256)
+def _unit_counts(spec: ModelSpec, join: int, stage: Stage, tp: int, sp: bool) -> dict[str, int]:
+    return {name: unit.numel for name, unit in _units(spec, join, stage, tp, sp).items()}
 
 
 def segments(spec: ModelSpec, join: int = 0) -> int:

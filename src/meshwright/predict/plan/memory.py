@@ -23,7 +23,7 @@ from meshwright.predict.params import buffer_count, tensors, unit_counts
 from meshwright.predict.peak import loss_workspace, written_out
 from meshwright.predict.plan.places import Flying, Kind, Place, flying
 from meshwright.predict.plan.sizes import ALONE, Sizes, SizesOfBlocks
-from meshwright.predict.plan.space import Grid
+from meshwright.predict.plan.space import Grid, Sharding
 from meshwright.predict.states import DTYPE_BYTES, gradient_bytes, master_bytes, reduce_bytes
 from meshwright.spec.joining import joined
 from meshwright.spec.layout import JOIN, Layout
@@ -50,6 +50,7 @@ class MemoryOf:
         self._sizes = SizesOfBlocks(run, cpu=cpu)
         self._units: dict[int, Units] = {}
         self._states: dict[tuple[int, tuple[Kind, ...], int, int], float] = {}
+        self._rows: dict[tuple[int, tuple[Kind, ...], tuple[Sharding, ...], int], list[float]] = {}
         self._beside: dict[Place, dict[str, Beside]] = {}
         self._in_flight: dict[tuple[Place, tuple[int, ...]], Flying] = {}
 
@@ -93,18 +94,26 @@ class MemoryOf:
 
     def _always(self, grid: Grid, flat: Sequence[Place]) -> Array:
         """States and tables, of shape (places, shardings)."""
-        model, seq = self.run.model, self.run.data.seq_len
-        table = buffer_count(model, seq) * max(DTYPE_BYTES[self.run.precision], 4)
-        cuts = cuts_of(grid)
-        return np.array(
-            [
-                [
-                    self.states(grid.mesh.tp, place.rank_stages, sharding.zero, cut) + len(place.rank_stages) * table
-                    for sharding, cut in zip(grid.shardings, cuts, strict=True)
-                ]
-                for place in flat
-            ]
-        )
+        return np.array([self._row(grid, place.rank_stages) for place in flat])
+
+    def _row(self, grid: Grid, stages: tuple[Kind, ...]) -> list[float]:
+        """That of a rank with these stages, by sharding; many meshes and places share it."""
+        tp, ranks = grid.mesh.tp, grid.mesh.dp * grid.mesh.cp
+        key = tp, stages, grid.shardings, ranks
+        if key not in self._rows:
+            model, seq = self.run.model, self.run.data.seq_len
+            table = len(stages) * buffer_count(model, seq) * max(DTYPE_BYTES[self.run.precision], 4)
+            each = zip(grid.shardings, cuts_of(grid), strict=True)
+            self._rows[key] = [self.states(tp, stages, sharding.zero, cut) + table for sharding, cut in each]
+        return self._rows[key]
+
+    def least(self, devices: int) -> float:
+        """Bytes of the states of the fullest of so many devices, at least: those of the whole model, dealt out."""
+        units, layers = self.units(1), self.run.model.layers
+        elements = layers * units.block + units.head + units.embedding + units.tied
+        parameter, master = DTYPE_BYTES[self.run.precision], master_bytes(self.run)
+        each = parameter + gradient_bytes(self.run) + (2 + (master != parameter)) * master
+        return elements * each / devices
 
     def states(self, tp: int, stages: tuple[Kind, ...], zero: int, cut: int) -> float:
         """Bytes of the states of a rank that has these stages: see predict/states.py."""

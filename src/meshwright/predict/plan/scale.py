@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.predict.plan.capacity import allowance
+from meshwright.predict.plan.memory import MemoryOf
 from meshwright.predict.plan.search import Candidate, Search
 from meshwright.spec.cluster import MOST_DEVICES, Cluster
 from meshwright.spec.run import RunSpec
@@ -37,12 +38,15 @@ def resized(cluster: Cluster, devices: int) -> Cluster:
     return cluster.model_copy(update={"nodes": nodes, "per_node": per_node, "links": tuple(links)})
 
 
-def fits(run: RunSpec, cluster: Cluster, only: Mapping[str, Any] | None = None) -> bool:
-    """Whether some layout of `run` fits on `cluster`."""
+def fits(run: RunSpec, cluster: Cluster, only: Mapping[str, Any] | None = None, known: MemoryOf | None = None) -> bool:
+    """Whether some layout of `run` fits on `cluster`. known: see `Search`."""
+    known = known or MemoryOf(run, cpu=cluster.device.kind == "cpu")
+    if known.least(cluster.devices) > allowance(cluster.device).usable(cluster.device.memory):
+        return False
     narrow = {name: value for name, value in SMALL.items() if name not in (only or {})}
     if run.compile != "none":
         narrow.pop("recompute", None)
-    return Search(run, cluster, only={**narrow, **(only or {})}).any_fits()
+    return Search(run, cluster, only={**narrow, **(only or {})}, known=known).any_fits()
 
 
 def fewest_devices(run: RunSpec, cluster: Cluster, only: Mapping[str, Any] | None = None) -> int | None:
@@ -50,19 +54,21 @@ def fewest_devices(run: RunSpec, cluster: Cluster, only: Mapping[str, Any] | Non
 
     More nodes are taken to hold what fewer do.
     """
+    known = MemoryOf(run, cpu=cluster.device.kind == "cpu")
     for devices in range(1, cluster.per_node + 1):
-        if fits(run, resized(cluster, devices), only):
+        if fits(run, resized(cluster, devices), only, known):
             return devices
     most = min(MOST_NODES, MOST_DEVICES // cluster.per_node)
     nodes = 2
-    while nodes <= most and not fits(run, resized(cluster, nodes * cluster.per_node), only):
+    while nodes <= most and not fits(run, resized(cluster, nodes * cluster.per_node), only, known):
         nodes *= 2
     if nodes > most:
         return None
     low, high = nodes // 2, nodes
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if fits(run, resized(cluster, middle * cluster.per_node), only) else (middle, high)
+        held = fits(run, resized(cluster, middle * cluster.per_node), only, known)
+        low, high = (low, middle) if held else (middle, high)
     return high * cluster.per_node
 
 

@@ -92,7 +92,8 @@ class _Found(NamedTuple):
 class Search:
     """A search for the `top` best layouts of `run`, whose own layout and batch.micro do not matter, on `cluster`.
 
-    only: see `Space`. usable: bytes of a device that a run may hold; by default what the allowance leaves.
+    only: see `Space`. usable: bytes of a device that a run may hold; by default what the allowance leaves. known: the
+    figures of memory of another search for the same run on devices of the same kind.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Search:
         only: Mapping[str, Any] | None = None,
         usable: float | None = None,
         parts: Parts | None = None,
+        known: MemoryOf | None = None,
     ) -> None:
         self.run, self.cluster, self.top = run, cluster, top
         self.space = Space(run, cluster, only)
@@ -113,7 +115,7 @@ class Search:
         left = allowance(cluster.device).usable(cluster.device.memory)
         self.result = Result(left if usable is None else usable)
         self._crowded = crowd(cluster, cluster.devices)
-        self._memory = MemoryOf(run, cpu=self.cpu)
+        self._memory = known or MemoryOf(run, cpu=self.cpu)
         self._times = TimesOf(run, self.parts)
         self._stages: dict[tuple[int, int], tuple[Stage, ...]] = {}
         self._orders: dict[tuple[Pipe, int, int], Order] = {}
@@ -278,6 +280,8 @@ class Search:
         """Whether a layout fits by predict/memory.py."""
         layout = grid.layout(place)
         run = run_of(self.run, layout, grid.micro(place))
+        if not self.cpu:  # what checkpoints are written from is in the host's memory
+            run = run.model_copy(update={"checkpoint": run.checkpoint.model_copy(update={"every": 0})})
         ranks = {layout.rank_at({"pp": each.rank}) for each in self._places(grid)[place[0]]}
         return all(memory(run, layout, rank, self.device).total <= self.result.usable for rank in ranks)
 
