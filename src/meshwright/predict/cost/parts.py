@@ -17,7 +17,7 @@ from meshwright.predict.cost.constants import Constants, constants_of
 from meshwright.predict.cost.cpu import shared
 from meshwright.predict.cost.links import Array, Links, Numbers
 from meshwright.predict.cost.operators import Operator, Shard, Sizes, Work, Written, block, embedding, head
-from meshwright.predict.cost.roofline import kernels, seconds
+from meshwright.predict.cost.roofline import floor, kernels, seconds
 from meshwright.predict.params import tensors
 from meshwright.predict.states import DTYPE_BYTES
 from meshwright.spec.cluster import Cluster, Precision
@@ -86,6 +86,7 @@ class Parts:
         self._parameters: dict[int, tuple[int, int, int]] = {}
         self._operators: dict[Shard, list[Operator]] = {}
         self._works: dict[Work, float] = {}
+        self._floors: dict[Shard, tuple[float, float]] = {}
         self._sent: dict[tuple[Operation, int, int, int], float] = {}
 
     # -- computing ---------------------------------------------------------------------------------------------------
@@ -96,6 +97,29 @@ class Parts:
         if found is None:
             found = self._blocks[shard] = self._block(shard)
         return found
+
+    def floor(self, shard: Shard) -> tuple[float, float]:
+        """Seconds that all passes of a micro-batch of one sequence through a block do not go below, whatever
+        `shard.micro`, and by how much each further sequence raises that: what can be said before `block` is asked.
+
+        Arithmetic and bytes grow evenly with sequences, and what is the larger of two such grows no slower.
+        """
+        shard = shard._replace(micro=1)
+        found = self._floors.get(shard)
+        if found is None:
+            one, two = (self._floor(shard._replace(micro=micro)) for micro in (1, 2))
+            found = self._floors[shard] = one, two - one
+        return found
+
+    def _floor(self, shard: Shard) -> float:
+        operators = self._operators_of(shard)
+        works = [work for each in operators for work in (*each.forward, *each.backward)]
+        works += [work for each in again(operators, shard, self.model) for work in each.forward]
+        device, size = self.cluster.device, self.size
+        took = sum(floor(work, self.constants, self.rate, device.bandwidth, size) for work in works)
+        if not self.constants.collectives:  # what was measured need not grow evenly
+            took += sum(sums.get("tp", 0.0) for sums in self._sums(shard, "block"))
+        return took
 
     def ends(self, shard: Shard) -> tuple[Block, Block]:
         """The embedding, and the head with its loss."""

@@ -55,6 +55,16 @@ def move(work: Move, constants: Constants, bandwidth: float) -> float:
     return constants.kernel + work.bytes / (bandwidth * part)
 
 
+def floor(work: Work, constants: Constants, peak: float, bandwidth: float, size: int) -> float:
+    """Seconds that the work does not go below whatever its tiles: convex in each of its dimensions."""
+    if not isinstance(work, Product):
+        return seconds(work, constants, peak, bandwidth, size)
+    rate = peak * constants.product * constants.sustained * max(speed for _, _, speed in constants.tiles)
+    moved = work.batch * (work.m * work.k + work.k * work.n + work.m * work.n) * size
+    took = work.flops / (rate * max(constants.batched, 1.0))
+    return constants.kernel + max(took, moved / (bandwidth * constants.stream))
+
+
 def kernels(works: Iterable[Work]) -> int:
     """Kernels that the host issues for these."""
     return sum(not isinstance(work, Move) or work.bytes > 0 for work in works)

@@ -1,7 +1,8 @@
 """The best layouts of a run on a cluster, exactly: as if each that fits had been simulated.
 
 1. Of each mesh's grid (space.py) memory.py says as arrays what fits at all.
-2. For what is left times.py says as arrays below what time none can be.
+2. For what is left times.py says as arrays below what time none can be; in full only where the same bound over blocks'
+   bare arithmetic, bytes and sums (`Parts.floor`) is not above that time already.
 3. In the order of that bound layouts are simulated (waves.py), until the bound of the next is above the time of the
    last that is asked for: then no other can be among them.
 
@@ -28,7 +29,7 @@ from meshwright.predict.plan.memory import Held, MemoryOf
 from meshwright.predict.plan.places import Place as Where
 from meshwright.predict.plan.places import places
 from meshwright.predict.plan.space import Form, Grid, Mesh, Pipe, Sharding, Space, layout_of, run_of
-from meshwright.predict.plan.times import Pipeline, StageTimes, TimesOf, bounds, pipelines
+from meshwright.predict.plan.times import Pipeline, StageTimes, TimesOf, bounds, pipelines, shard_of
 from meshwright.predict.plan.waves import Order, length, order_of
 from meshwright.predict.stages import stages_of
 from meshwright.spec.cluster import Cluster
@@ -41,6 +42,8 @@ Arrays = tuple[Array, ...]
 Place = tuple[int, int, int, int]
 TOGETHER = 32
 """Layouts that are simulated before it is asked again whether that is enough."""
+WIDER = 1.3
+"""By how much floors may be above the lowest at first, and then above those that are done."""
 ROUNDING = 1 + 1e-9
 """By how much a bound may be above what it bounds, for its sums are added up in another order."""
 Progress = Callable[[float, int], None]
@@ -76,6 +79,16 @@ class Result:
     fitting: int = 0
     simulated: int = 0
     cut_short: bool = False
+
+
+class _Open(NamedTuple):
+    """A grid that has layouts that may fit, and what no layout of its columns is below by their blocks alone."""
+
+    grid: Grid
+    held: Held
+    fits: NDArray[np.bool_]
+    columns: list[tuple[int, int]]
+    floor: Array
 
 
 class _Found(NamedTuple):
@@ -120,7 +133,7 @@ class Search:
         self._stages: dict[tuple[int, int], tuple[Stage, ...]] = {}
         self._orders: dict[tuple[Pipe, int, int], Order] = {}
         self._fullest: dict[tuple[int, Pipe], list[Where]] = {}
-        self._found: list[_Found] = []
+        self._open: list[_Open] = []
 
     def run_all(self, progress: Progress | None = None) -> Result:
         """Search. Where it is interrupted (KeyboardInterrupt) the best so far are the result."""
@@ -167,12 +180,35 @@ class Search:
             return
         self.result.fitting += int(fits.sum())
         columns = [(int(form), int(micro)) for form, micro in np.argwhere(fits.any(axis=(0, 1)))]
-        least = np.full(grid.shape, np.inf)
-        forms, micros = zip(*columns, strict=True)
-        least[:, :, forms, micros] = self.bounds(grid, columns)
-        flat = np.flatnonzero(fits)
-        unsure = (held.least + held.spare > self.result.usable).ravel()[flat]
-        self._found.append(_Found(grid, flat, least.ravel()[flat], held.least.ravel()[flat], unsure))
+        self._open.append(_Open(grid, held, fits, columns, self._floor(grid, columns)))
+
+    def _floor(self, grid: Grid, columns: Sequence[tuple[int, int]]) -> Array:
+        """Seconds that no layout of each column is below, of blocks alone: costs of a shard are asked for later."""
+        kinds, lines = pipelines(grid, [self.stages(grid.mesh.pp, pipe) for pipe in grid.pipes])
+        of_form = {form: self.parts.floor(shard_of(grid, (form, 0))) for form in {form for form, _ in columns}}
+        first, more = np.array([of_form[form] for form, _ in columns]).T
+        passes = first + more * (np.array([grid.micros[micro] for _, micro in columns], float) - 1)
+        forward = np.array([kind.blocks for kind in kinds], float)[:, None, None] * passes
+        none, rows = np.zeros_like(forward), (len(lines), 1, len(columns))
+        alone = StageTimes(forward, none, none, np.zeros(len(columns)), np.zeros(rows))
+        micros = np.array([grid.steps[micro] for _, micro in columns], float)
+        return np.asarray(bounds(alone, lines, micros).min(axis=(0, 1)))
+
+    def _bounded(self, above: float, limit: float) -> list[_Found]:
+        """The layouts of all columns whose floor is above the one and not above the other."""
+        found = []
+        for grid, held, fits, columns, floor in self._open:
+            some = [column for column, least in zip(columns, floor, strict=True) if above < least <= limit]
+            if not some:
+                continue
+            forms, micros = zip(*some, strict=True)
+            least, chosen = np.full(grid.shape, np.inf), np.zeros_like(fits)
+            least[:, :, forms, micros] = self.bounds(grid, some)
+            chosen[:, :, forms, micros] = fits[:, :, forms, micros]
+            flat = np.flatnonzero(chosen)
+            unsure = (held.least + held.spare > self.result.usable).ravel()[flat]
+            found.append(_Found(grid, flat, least.ravel()[flat], held.least.ravel()[flat], unsure))
+        return found
 
     def bounds(self, grid: Grid, columns: Sequence[tuple[int, int]]) -> Array:
         """Seconds that no layout of the columns is below, of shape (pipelines, shardings, columns)."""
@@ -212,10 +248,24 @@ class Search:
     # -- the leaders, one by one --------------------------------------------------------------------------------------
 
     def _simulate(self, enough: int | None = None) -> None:
-        """Simulate in the order of the bounds, until no other can be among the best. enough: at most so many."""
-        if not self._found:
+        """Simulate until no other can be among the best, columns of low floors first. enough: at most so many."""
+        if not self._open:
             return
-        every, result = self._found, self.result
+        floors = np.concatenate([each.floor for each in self._open])
+        above, limit = -np.inf, float(floors.min()) * WIDER
+        while True:
+            self._simulate_of(self._bounded(above, limit), enough)
+            last = self._last * ROUNDING
+            above = limit
+            if above >= min(last, float(floors.max())) or (enough is not None and self.result.simulated >= enough):
+                return
+            limit = min(limit * WIDER, last)
+
+    def _simulate_of(self, every: list[_Found], enough: int | None) -> None:
+        """Simulate in the order of the bounds, until no other of these can be among the best."""
+        if not every:
+            return
+        result = self.result
         least, held = (np.concatenate([getattr(each, of) for each in every]) for of in ("least", "held"))
         ends = np.cumsum([len(each.flat) for each in every])
         for batch in _in_order(least, held):
