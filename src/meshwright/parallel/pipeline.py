@@ -17,8 +17,8 @@ PipeDream, and 2021, interleaved stages).
     =================  ==========================================  ====================================================
 
 Receives are posted before they are needed and nobody waits for sends, so a message travels under computation where the
-schedule leaves it time. Each direction between two ranks has a communicator of its
-own for activations and one for gradients; schedule/check.py proves that no order of theirs can end in a deadlock.
+schedule leaves it time. Each direction between two ranks has a communicator of its own for activations and one for
+gradients; schedule/check.py proves of a schedule that it cannot end in a deadlock.
 
 Between a forward and its backward a stage keeps what autograd saved, and the root of its graph, not the output itself:
 that is let go when it has left (on an accelerator two messages later). Stages on one rank hand tensors over.

@@ -3,8 +3,8 @@
 A send stands right behind the computing action that makes what it sends. A receive is posted AHEAD computing actions
 before its consumer: one, and the message can arrive while that one computes; two, and the sender mostly finds it posted
 and need not ask first, which spares small messages a way there and back. Earlier would only hold a buffer for longer,
-so it is done only where the rule below asks for it. A stage is reduced behind its last backward,
-after what others wait for has been sent.
+so it is done only where the rule below asks for it. A stage is reduced behind its last backward, after what others wait
+for has been sent.
 
 **Why no rank waits for ever**, even if every send blocked until its receive is posted. Let all computing actions run
 as early as they can, forward in one unit of time and backward in two, messages in none. Order all messages by when they
