@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import poison
 from meshwright.comm.mesh import Mesh
 from meshwright.model.build import build
 from meshwright.model.init import initialise_
@@ -101,23 +102,15 @@ def test_a_batch_without_a_valid_token(ranks, loss, zero):
 def step_with_poison(mesh, run, value, where):
     """One rank's gradient, or its loss, is not finite in the second step of three."""
     trainer = Trainer(run, mesh)
-    data = data_of(run)
-    history = []
-    for step in range(3):
-        handle = None
-        if step == 1 and mesh.rank == 1:
-            if where == "gradient":
-                weight = trainer.model.model.norm.weight
-                handle = weight.register_hook(lambda gradient: torch.full_like(gradient, value))
-            else:
-                handle = trainer.model.register_forward_hook(lambda module, args, loss: loss * value)
-        before = snapshot(trainer)
-        update = trainer.update(step, trainer.accumulate(data, step))
-        changed = any(not torch.equal(before[n], t) for n, t in snapshot(trainer).items())
-        history.append((update.skipped, changed, trainer.optimizer.steps))
-        if handle:
-            handle.remove()
-    return history
+
+    def spoil():
+        if mesh.rank != 1:
+            return None
+        if where == "gradient":
+            return poison.filled(trainer.model.model.norm.weight, value)
+        return trainer.model.register_forward_hook(lambda module, args, loss: loss * value)
+
+    return poison.steps(trainer, data_of(run), spoil, snapshot)
 
 
 @pytest.mark.parametrize("where", ["gradient", "loss"])
@@ -125,7 +118,7 @@ def step_with_poison(mesh, run, value, where):
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_one_ranks_bad_number_skips_the_step_on_all(ranks, value, where, zero):
     for history in ranks.run(3, step_with_poison, run_of(LLAMA, 3, zero), value, where):
-        assert history == [(False, True, 1), (True, False, 1), (False, True, 2)]
+        assert history == poison.SKIPPED
 
 
 def norm_of_ones(mesh, run):
