@@ -7,7 +7,7 @@ so it is done only where the rule below asks for it. A stage is reduced behind i
 for has been sent.
 
 **Why no rank waits for ever**, even if every send blocked until its receive is posted. Let all computing actions run
-as early as they can, forward in one unit of time and backward in two, messages in none. Order all messages by when they
+as early as they can, backward in twice the time of forward, and messages in none. Order all messages by when they
 were made in that run (and by name where that is the same). The rule: on each rank,
 
 1. receives are posted in this order, and
@@ -32,6 +32,7 @@ from meshwright.schedule.actions import Action, Schedule
 from meshwright.schedule.numbers import Numbers
 
 UNITS = {"forward": 2, "backward": 4, "backward_input": 2, "backward_weight": 2}
+"""What computing takes where messages are put in order: whole numbers, so that the order is everywhere the same."""
 NOTHING = -1
 AHEAD = 2
 """Computing actions for which a receive is posted before its message is needed."""

@@ -26,7 +26,8 @@ MOST = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of a micro-batch's forward and backward; block: of each block, or of every one."""
+    """Of a micro-batch's forward and backward, in one unit for all: seconds in a file, else FLOPs or parameters. block:
+    of each block, or of every one."""
 
     embedding: float
     block: float | tuple[float, ...]

@@ -22,8 +22,8 @@ ROUNDS = 7
 
 def measure(run: RunSpec, device: torch.device, rounds: int = ROUNDS) -> Costs:
     """Seconds of a micro-batch's forward and backward on one device, medians over `rounds`, with the run's precision,
-    attention, loss, dropout and recompute. What tensor and context ranks share is measured whole: they divide every
-    part alike.
+    attention, loss, dropout and recompute; blocks are not compiled. What tensor and context ranks share is measured
+    whole, as if they divided every part alike, which is nearly so.
 
     Memory: a model of one block, and one micro-batch of activations of it.
     """

@@ -79,7 +79,7 @@ class TrainingPasses(_Passes):
         self.rank = group.rank
         self.ids = data.ids(step, run.batch.sequences)
         self.micros = micro_batches(run.batch.sequences, group.size, group.rank, run.batch.micro)
-        # Where a rank has one stage, a micro-batch's backward follows its forward; else other passes come between.
+        # Without a pipeline a micro-batch's backward follows its forward; else other passes come between.
         self.apart = trainer.mesh.sizes["pp"] > 1
         self._totals = torch.zeros(3, dtype=torch.float64, device=trainer.mesh.device)
         self._pending: Pending | None = None
