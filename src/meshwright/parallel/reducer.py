@@ -5,8 +5,9 @@ starts, in the order in which backward meets the units. Stages 0 and 1 have a wh
 a step; 2 and 3 lend a unit one from its first gradient in backward until its sum is over, reduce in every micro-batch,
 and add the shard to the step's sum. With hybrid sharding the shards' sums then go once a step across the groups.
 
-Who calls for a gradient is a hook of autograd's, which costs a small model more than the gradient. So it is there for a step's first gradient, which goes into the buffer, and
-for the last, which may begin a sum; in between autograd adds to the buffer by itself.
+Who calls for a gradient is a hook of autograd's, which costs a small model more than the gradient. So it is there for a
+step's first gradient, which goes into the buffer, and for the last, which may begin a sum; in between autograd adds to
+the buffer by itself.
 """
 
 from __future__ import annotations
